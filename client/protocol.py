@@ -1,0 +1,583 @@
+"""The wire protocol, version 1, as data: every message and error code. See docs/protocol.md.
+
+Nothing here opens a socket. A request is a frozen dataclass with the name of its operation; its
+annotations carry the ranges (`Range`, `Size`, `Pattern`) from which the daemon builds its validation,
+so that what is documented, sent and checked can't drift apart. Replies are dataclasses too.
+`wire.py` turns them into frames and back; `limits.py` holds the limits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from stateroom.client.limits import (
+    APP_MAX,
+    BATCH_MAX,
+    DRAFT_MAX,
+    FORKS_MAX,
+    LOGIT_BIAS_MAX,
+    LOGPROBS_MAX,
+    MESSAGE_BYTES_MAX,
+    MESSAGES_MAX,
+    NAME_PATTERN,
+    REPETITION_WINDOW_MAX,
+    SESSIONS_MAX,
+    STOP_STRING_MAX,
+    STOP_STRINGS_MAX,
+    STOP_TOKENS_MAX,
+    TEXT_BYTES_MAX,
+    TOKENS_PER_REQUEST_MAX,
+    TTL_S_MAX,
+    UINT64_MAX,
+    Pattern,
+    Range,
+    Size,
+)
+
+TokenId = Annotated[int, Range(0, 2**31 - 1)]  # the model's vocabulary is checked by the engine
+Name = Annotated[str, Pattern(NAME_PATTERN)]
+SessionRef = Annotated[str, Size(1, 128)]  # a session id or an own name
+ModelRef = Annotated[str, Size(1, 1024)]
+Tokens = Annotated[list[TokenId], Size(0, TOKENS_PER_REQUEST_MAX)]
+Text = Annotated[str, Size(0, TEXT_BYTES_MAX)]
+Count = Annotated[int, Range(0, TOKENS_PER_REQUEST_MAX)]
+SessionClass = Literal["interactive", "background"]
+Scheme = Literal["dense", "affine8", "affine4", "turbo"]
+
+
+# ---------------------------------------------------------------- parts of requests
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One chat message, as the model's template takes it."""
+
+    role: Annotated[str, Size(1, 64)]
+    content: Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class KV:
+    """How a session's keys and values are stored."""
+
+    scheme: Scheme = "dense"
+    group_size: Literal[32, 64, 128] | None = None
+    quantise_after: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn; temperature 0 is greedy. See docs/protocol.md for the order of the filters."""
+
+    temperature: Annotated[float, Range(0, 100)] = 0.0
+    top_p: Annotated[float, Range(above=0, most=1)] = 1.0
+    top_k: Annotated[int, Range(0, 2**31 - 1)] = 0
+    min_p: Annotated[float, Range(0, 1)] = 0.0
+    repetition_penalty: Annotated[float, Range(above=0, most=100)] = 1.0
+    repetition_window: Annotated[int, Range(1, REPETITION_WINDOW_MAX)] = 64
+    frequency_penalty: Annotated[float, Range(-100, 100)] = 0.0
+    presence_penalty: Annotated[float, Range(-100, 100)] = 0.0
+    logit_bias: (
+        Annotated[list[tuple[TokenId, Annotated[float, Range(-1e4, 1e4)]]], Size(0, LOGIT_BIAS_MAX)] | None
+    ) = None
+    seed: Annotated[int, Range(0, UINT64_MAX)] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculate:
+    kind: Literal["lookup"]
+    max_draft: Annotated[int, Range(1, DRAFT_MAX)] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grammar:
+    kind: Literal["json_schema", "regex", "lark"]
+    value: Text
+
+
+# ---------------------------------------------------------------- requests
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """An operation's arguments, without `v`, `id` and `op`, which belong to the envelope."""
+
+    op: ClassVar[str] = ""
+
+    def problem(self) -> tuple[str, str] | None:
+        """What no single field can tell: (field at fault, sentence), or None."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputRequest(Request):
+    """A request that takes at most one of three inputs."""
+
+    tokens: Tokens | None = None
+    text: Text | None = None
+    messages: Annotated[list[Message], Size(0, MESSAGES_MAX)] | None = None
+
+    def problem(self) -> tuple[str, str] | None:
+        given = [name for name in ("tokens", "text", "messages") if getattr(self, name) is not None]
+        if len(given) > 1:
+            return given[1], f"Give at most one of tokens, text and messages; got {' and '.join(given)}."
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionRequest(Request):
+    session: SessionRef
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello(Request):
+    op: ClassVar[str] = "hello"
+    app: Annotated[str, Size(1, APP_MAX)] | None = None
+    client: Annotated[str, Size(0, 256)] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Open(InputRequest):
+    op: ClassVar[str] = "open"
+    model: ModelRef | None = None
+    name: Name | None = None
+    kv: KV | None = None
+    session_class: SessionClass = field(default="interactive", metadata={"wire": "class"})
+    ttl_s: Annotated[float, Range(above=0, most=TTL_S_MAX)] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefill(InputRequest):
+    op: ClassVar[str] = "prefill"
+    session: SessionRef
+    progress: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decode(SessionRequest):
+    op: ClassVar[str] = "decode"
+    max_tokens: Annotated[int, Range(1, TOKENS_PER_REQUEST_MAX)]
+    sampling: Sampling | None = None
+    stop: Annotated[list[Annotated[str, Size(1, STOP_STRING_MAX)]], Size(0, STOP_STRINGS_MAX)] | None = None
+    stop_tokens: Annotated[list[TokenId], Size(0, STOP_TOKENS_MAX)] | None = None
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Range(0, LOGPROBS_MAX)] | None = None
+    stream: bool = True
+    speculate: Speculate | None = None
+    grammar: Grammar | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trim(SessionRequest):
+    op: ClassVar[str] = "trim"
+    to: Count | None = None
+    count: Count | None = None
+    replay: bool = False
+
+    def problem(self) -> tuple[str, str] | None:
+        if self.to is None and self.count is None:
+            return "to", "Give either to (the length to keep) or count (how many tokens to drop)."
+        if self.to is not None and self.count is not None:
+            return "count", "Give either to or count, not both."
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork(SessionRequest):
+    op: ClassVar[str] = "fork"
+    n: Annotated[int, Range(1, FORKS_MAX)] = 1
+    names: Annotated[list[Name], Size(1, FORKS_MAX)] | None = None
+
+    def problem(self) -> tuple[str, str] | None:
+        if self.names is not None:
+            if len(self.names) != self.n:
+                return "names", f"Give one name for each child: {self.n} children, {len(self.names)} names."
+            if len(set(self.names)) != len(self.names):
+                return "names", "The names of the children must differ."
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sync(InputRequest):
+    op: ClassVar[str] = "sync"
+    session: SessionRef
+
+    def problem(self) -> tuple[str, str] | None:
+        if self.tokens is None and self.text is None and self.messages is None:
+            return "tokens", "Give the whole content of the session as tokens, text or messages."
+        return InputRequest.problem(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadTokens(SessionRequest):
+    op: ClassVar[str] = "tokens"
+    start: Count | None = field(default=None, metadata={"wire": "from"})
+    to: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info(SessionRequest):
+    op: ClassVar[str] = "info"
+
+
+@dataclass(frozen=True, kw_only=True)
+class List(Request):
+    op: ClassVar[str] = "list"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Close(SessionRequest):
+    op: ClassVar[str] = "close"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cancel(Request):
+    op: ClassVar[str] = "cancel"
+    request: Annotated[int, Range(0, UINT64_MAX)] | None = None
+    session: SessionRef | None = None
+
+    def problem(self) -> tuple[str, str] | None:
+        if (self.request is None) == (self.session is None):
+            return "request", "Give either request (an id of this connection) or session."
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score(SessionRequest):
+    op: ClassVar[str] = "score"
+    tokens: Tokens | None = None
+    text: Text | None = None
+
+    def problem(self) -> tuple[str, str] | None:
+        if (self.tokens is None) == (self.text is None):
+            return "tokens", "Give the continuation as either tokens or text."
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats(Request):
+    op: ClassVar[str] = "stats"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch(Request):
+    op: ClassVar[str] = "watch"
+    sessions: bool = True
+    stats_every_s: Annotated[float, Range(0.1, 3600)] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load(Request):
+    op: ClassVar[str] = "load"
+    model: ModelRef
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unload(Request):
+    op: ClassVar[str] = "unload"
+    model: ModelRef
+
+
+# ---------------------------------------------------------------- parts of replies
+
+Finish = Literal["stop", "stop_token", "length", "context", "cancelled"]
+Source = Literal["session", "fork", "shared", "snapshot", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receipt:
+    """What an operation reused and what it had to compute; reused + prefilled is the session's length."""
+
+    reused: int = 0  # tokens kept, whose KV was already there
+    source: Source = "none"
+    prefilled: int = 0  # tokens computed (the last one, pending, is computed by the operation that follows)
+    trimmed: int = 0  # tokens dropped
+    why: str | None = None  # why less was reused than could be hoped
+    ms: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    decoded: int = 0
+    prefilled: int = 0  # tokens fed before the first draw: the pending one, and any that had to be recomputed
+    drafted: int = 0
+    accepted: int = 0
+    ms: float = 0.0
+    queue_ms: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindCaps:
+    """One kind of layer: how many there are and how their state is stored."""
+
+    kind: str
+    scheme: str
+    layers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caps:
+    """What a session can do, known when it is opened."""
+
+    trim: Literal["any", "checkpoints", "none"]
+    trim_floor: int
+    fork: Literal["shared", "copy"]
+    batch: bool
+    speculative: bool
+    kv: list[KindCaps]
+    bytes_per_token: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    token: int
+    logprob: float
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    id: str
+    loaded: bool
+    context: int = 0
+    vocab: int = 0
+    kinds: list[KindCaps] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    max_message_bytes: int = MESSAGE_BYTES_MAX
+    max_sessions: int = SESSIONS_MAX
+    max_tokens_per_request: int = TOKENS_PER_REQUEST_MAX
+    max_batch: int = BATCH_MAX
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionInfo:
+    """One session as `list` and `info` show it. Bytes are of KV, on the device."""
+
+    session: str
+    name: str | None = None
+    owner: str = "default"
+    model: str = ""
+    session_class: SessionClass = field(default="interactive", metadata={"wire": "class"})
+    length: int = 0
+    state: str = "idle"  # idle | queued | running
+    tier: str = "resident"  # resident | tokens
+    kinds: list[KindCaps] = field(default_factory=list)
+    private_bytes: int = 0
+    shared_bytes: int = 0
+    age_s: float = 0.0
+    idle_s: float = 0.0
+    ttl_s: float | None = None
+    parents: list[str] = field(default_factory=list)
+    running: str | None = None  # the operation that is running
+
+
+# ---------------------------------------------------------------- replies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The body of a final reply of kind `result`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HelloResult(Result):
+    server: str
+    version: str
+    protocol: list[int]
+    app: str
+    models: list[ModelInfo]
+    limits: ServerLimits
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenResult(Result):
+    session: str
+    length: int
+    caps: Caps
+    receipt: Receipt | None = None
+    finish: Literal["done", "cancelled"] = "done"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthResult(Result):
+    """Of prefill, sync and trim. `cancelled`: the finished part of the prefill is kept, up to `length`."""
+
+    length: int
+    receipt: Receipt
+    finish: Literal["done", "cancelled"] = "done"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeResult(Result):
+    finish: Finish
+    tokens: list[int]
+    text: str
+    length: int
+    usage: Usage
+    logprobs: list[TokenLogprob] | None = None  # only of a decode that did not stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForkResult(Result):
+    sessions: list[str]
+    length: int
+    shared_bytes: int
+    copied_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokensResult(Result):
+    tokens: list[int]
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfoResult(Result):
+    info: SessionInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListResult(Result):
+    sessions: list[SessionInfo]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CloseResult(Result):
+    freed_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelResult(Result):
+    cancelled: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreResult(Result):
+    """Natural-log probabilities of each token of the continuation, and their sum."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    total: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatsResult(Result):
+    """Counters (since start) and gauges (now), by name; see docs/protocol.md."""
+
+    counters: dict[str, int]
+    gauges: dict[str, float]
+    models: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchResult(Result):
+    events: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelResult(Result):
+    model: ModelInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenEvent:
+    """Reply kind `token`: tokens as they are drawn. `text` may lag behind them, never the other way."""
+
+    tokens: list[int]
+    text: str
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Reply kind `progress` of a prefill: tokens done of all."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Reply kind `event`: what happened, and to whom."""
+
+    event: str
+    session: str | None = None
+    model: str | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+ErrorCode = Literal[
+    "malformed", "version", "unknown_op", "invalid", "not_found", "exists", "busy", "capacity", "too_long",
+    "unsupported", "mismatch", "corrupt", "engine_lost", "numeric", "slow_consumer", "shutting_down", "internal",
+]  # fmt: skip
+ERROR_CODES: tuple[ErrorCode, ...] = typing.get_args(ErrorCode)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorBody:
+    """Reply kind `error`: one sentence that says what to do; `field` is the argument at fault."""
+
+    code: ErrorCode
+    message: str
+    field: str | None = None
+    details: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+Body = Result | TokenEvent | Progress | Event | ErrorBody
+Kind = Literal["result", "error", "progress", "token", "event"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """One reply frame: the envelope and its body."""
+
+    id: int | None
+    seq: int
+    body: Body
+
+    @property
+    def final(self) -> bool:
+        return isinstance(self.body, Result | ErrorBody)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What an operation takes and gives. `changes`: it needs the session to itself."""
+
+    request: type[Request]
+    result: type[Result]
+    changes: bool = False
+    streams: bool = False
+
+
+OPERATIONS: dict[str, Operation] = {
+    operation.request.op: operation
+    for operation in (
+        Operation(Hello, HelloResult),
+        Operation(Open, OpenResult),
+        Operation(Prefill, LengthResult, changes=True, streams=True),
+        Operation(Decode, DecodeResult, changes=True, streams=True),
+        Operation(Trim, LengthResult, changes=True),
+        Operation(Fork, ForkResult, changes=True),
+        Operation(Sync, LengthResult, changes=True),
+        Operation(ReadTokens, TokensResult, changes=True),
+        Operation(Info, InfoResult),
+        Operation(List, ListResult),
+        Operation(Close, CloseResult, changes=True),
+        Operation(Cancel, CancelResult),
+        Operation(Score, ScoreResult, changes=True),
+        Operation(Stats, StatsResult),
+        Operation(Watch, WatchResult, streams=True),
+        Operation(Load, ModelResult),
+        Operation(Unload, ModelResult),
+    )
+}
+
+# In protocol 1, but not served by this version of the daemon: they get `unknown_op`.
+LATER_OPERATIONS = ("publish", "unpublish", "save", "restore", "snapshots", "forget", "park", "verify")

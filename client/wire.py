@@ -1,0 +1,270 @@
+"""Messages of the protocol to msgpack frames and back. Pure: no socket, no clock."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from typing import Annotated, Any, TypeVar
+
+import msgpack
+
+from stateroom.client.limits import DEPTH_MAX, MESSAGE_BYTES_MAX, PROTOCOL_VERSION, UINT64_MAX
+from stateroom.client.protocol import (
+    KV,
+    OPERATIONS,
+    Body,
+    ErrorBody,
+    Event,
+    InfoResult,
+    Kind,
+    Progress,
+    Reply,
+    Request,
+    Result,
+    Sampling,
+    SessionInfo,
+    TokenEvent,
+)
+
+
+class DecodeError(ValueError):
+    """A frame that isn't a message of this protocol; `id` is the request's, when it could be read."""
+
+    def __init__(self, message: str, request_id: int | None = None) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+
+
+class _NotAllowed:
+    """Stands where an extension type was, so that the rest of the message can still be read."""
+
+
+def _pairs(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        made["\0duplicate"] = _NotAllowed()
+    return made
+
+
+def _flaw(value: Any) -> str | None:
+    """Says what is wrong with a decoded value, if anything: depth, key types, extension types."""
+    layer = [value]
+    for _ in range(DEPTH_MAX):
+        inner: list[Any] = []
+        for item in layer:
+            if type(item) is dict:
+                if not all(type(key) is str for key in item):
+                    return "Map keys must be strings."
+                if "\0duplicate" in item:
+                    return "A map holds the same key twice."
+                inner.extend(item.values())
+            elif type(item) is list:
+                inner.extend(item)
+            elif item is not None and type(item) not in (int, str, float, bool, bytes):
+                return "Extension types are not part of the protocol."
+        layer = [item for item in inner if type(item) not in (int, str, float, bool)]
+        if not layer:
+            return None
+    return f"The message is nested more than {DEPTH_MAX} levels deep."
+
+
+def _uint(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value <= UINT64_MAX else None
+
+
+def decode_map(frame: bytes | memoryview) -> dict[str, Any]:
+    """Unpacks one frame into a map of plain values.
+
+    Raises:
+        DecodeError: not msgpack, not a map, trailing bytes, an extension type, a key that isn't a
+            string, a repeated key, or nested too deep. Nothing is allocated beyond the frame's own size.
+    """
+    size = len(frame)
+    if size > MESSAGE_BYTES_MAX:
+        raise DecodeError(f"A message may have {MESSAGE_BYTES_MAX} bytes at most; this one has {size}.")
+    try:
+        value = msgpack.unpackb(
+            frame,
+            raw=False,
+            strict_map_key=False,
+            timestamp=0,
+            ext_hook=lambda code, data: _NotAllowed(),
+            object_pairs_hook=_pairs,
+            max_str_len=size,
+            max_bin_len=size,
+            max_array_len=size,
+            max_map_len=size,
+            max_ext_len=size,
+        )
+    except (ValueError, TypeError, RecursionError, OverflowError, MemoryError) as error:
+        # msgpack raises the ValueError family, TypeError for unhashable keys, and its own stack error.
+        raise DecodeError(f"The frame is not one msgpack value: {type(error).__name__}.") from error
+    except msgpack.exceptions.UnpackException as error:
+        raise DecodeError(f"The frame is not one msgpack value: {type(error).__name__}.") from error
+    if type(value) is not dict:
+        raise DecodeError("A message is a msgpack map.")
+    flaw = _flaw(value)
+    if flaw is not None:
+        raise DecodeError(flaw, _uint(value.get("id")))
+    return typing.cast("dict[str, Any]", value)
+
+
+def encode_map(message: Mapping[str, Any]) -> bytes:
+    """Packs a map of plain values into one frame."""
+    return typing.cast("bytes", msgpack.packb(message, use_bin_type=True))
+
+
+@cache
+def wire_names(message_type: type[Any]) -> dict[str, str]:
+    """Field name → name on the wire; they differ where the wire's word is a Python keyword."""
+    return {f.name: f.metadata.get("wire", f.name) for f in fields(message_type)}
+
+
+@cache
+def field_types(message_type: type[Any]) -> dict[str, Any]:
+    """Field name → resolved annotation, with its `Annotated` metadata."""
+    return typing.get_type_hints(message_type, include_extras=True)
+
+
+def to_wire(value: Any) -> Any:
+    """A dataclass as a map of plain values; fields that are None, and a request's defaults, are left out."""
+    if is_dataclass(value) and not isinstance(value, type):
+        names = wire_names(type(value))
+        skip_defaults = isinstance(value, Request | Sampling | KV)
+        made = {}
+        for f in fields(value):
+            item = getattr(value, f.name)
+            if item is None or (skip_defaults and f.default is not MISSING and item == f.default):
+                continue
+            made[names[f.name]] = to_wire(item)
+        return made
+    if isinstance(value, list | tuple):
+        if value and type(value[0]) is int:
+            return value
+        return [to_wire(item) for item in value]
+    if isinstance(value, dict):
+        return {key: to_wire(item) for key, item in value.items()}
+    return value
+
+
+M = TypeVar("M")
+
+
+def from_wire(message_type: type[M], wire: Any) -> M:
+    """Builds a dataclass from a map that the other side has already validated.
+
+    Unknown names are passed over, so that an older client reads a newer daemon.
+
+    Raises:
+        DecodeError: a field without default is missing, or a part isn't a map or list where it must be.
+    """
+    if not isinstance(wire, dict):
+        raise DecodeError(f"{message_type.__name__} must be a map.")
+    types_of = field_types(message_type)
+    made = {}
+    for name, wire_name in wire_names(message_type).items():
+        if wire_name in wire:
+            made[name] = _build(types_of[name], wire[wire_name])
+    try:
+        return message_type(**made)
+    except TypeError as error:
+        raise DecodeError(f"{message_type.__name__} is incomplete: {error}.") from error
+
+
+def _build(annotation: Any, value: Any) -> Any:
+    if value is None:
+        return None
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        return _build(typing.get_args(annotation)[0], value)
+    if origin in (typing.Union, types.UnionType):
+        inner = [a for a in typing.get_args(annotation) if a is not type(None)]
+        return _build(inner[0], value) if len(inner) == 1 else value
+    if origin is list:
+        (inner_type,) = typing.get_args(annotation)
+        if not isinstance(value, list | tuple):
+            raise DecodeError("A list was expected.")
+        if inner_type in (int, float, str):
+            return list(value)
+        return [_build(inner_type, item) for item in value]
+    if origin is tuple:
+        return tuple(value)
+    if is_dataclass(annotation) and isinstance(annotation, type):
+        return from_wire(annotation, value)
+    return value
+
+
+def encode_request(request_id: int, request: Request) -> bytes:
+    """One request frame."""
+    return encode_map({"v": PROTOCOL_VERSION, "id": request_id, "op": request.op, **to_wire(request)})
+
+
+_KIND_OF: tuple[tuple[type, Kind], ...] = (
+    (TokenEvent, "token"),
+    (Progress, "progress"),
+    (Event, "event"),
+    (ErrorBody, "error"),
+    (Result, "result"),
+)
+
+
+def kind_of(body: Body) -> Kind:
+    return next(kind for body_type, kind in _KIND_OF if isinstance(body, body_type))
+
+
+def body_to_wire(body: Body) -> dict[str, Any]:
+    """Reply fields other than the envelope's: an error's stand below `error`, an info's at the top."""
+    if isinstance(body, ErrorBody):
+        error = {"code": body.code, "message": body.message, "field": body.field, "details": body.details}
+        return {"error": error}
+    if isinstance(body, InfoResult):
+        return typing.cast("dict[str, Any]", to_wire(body.info))
+    return typing.cast("dict[str, Any]", to_wire(body))
+
+
+def encode_reply(reply: Reply) -> bytes:
+    """One reply frame."""
+    head = {
+        "v": PROTOCOL_VERSION,
+        "id": reply.id,
+        "seq": reply.seq,
+        "kind": kind_of(reply.body),
+        "final": reply.final,
+    }
+    return encode_map(head | body_to_wire(reply.body))
+
+
+def decode_reply(frame: bytes | memoryview, op_of: Mapping[int, str]) -> Reply:
+    """Reads one reply frame; `op_of` tells the operation of each open request, which types its result.
+
+    Raises:
+        DecodeError: not a reply of this protocol. A reply to a request that isn't open is read with
+            its envelope and a plain `Result`, so that the caller can drop it.
+    """
+    wire = decode_map(frame)
+    kind, seq, request_id = wire.get("kind"), wire.get("seq"), wire.get("id")
+    if type(seq) is not int or (request_id is not None and _uint(request_id) is None):
+        raise DecodeError("A reply needs seq and id.")
+    op = OPERATIONS.get(op_of.get(request_id, "")) if request_id is not None else None
+    body: Body
+    if kind == "error":
+        body = from_wire(ErrorBody, wire.get("error"))
+    elif kind == "token":
+        body = from_wire(TokenEvent, wire)
+    elif kind == "progress":
+        body = from_wire(Progress, wire)
+    elif kind == "event":
+        body = from_wire(Event, wire)
+    elif kind == "result":
+        if op is None:
+            body = Result()
+        elif op.result is InfoResult:
+            body = InfoResult(info=from_wire(SessionInfo, wire))
+        else:
+            body = from_wire(op.result, wire)
+    else:
+        raise DecodeError(f"A reply of kind {kind!r} is not known.")
+    return Reply(id=request_id, seq=seq, body=body)

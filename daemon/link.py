@@ -1,0 +1,192 @@
+"""What the broker and an engine worker say to each other, as data. Pure.
+
+The broker has validated every request and resolved names, owners and new ids before it sends a
+`Command`; the worker trusts it. `rid` is the broker's own number for a request, unique in its life.
+Every command gets any number of `Answer`s and exactly one whose body is final. A journal rides on
+the answers, so that the broker always knows the tokens of every session and can hand them to a new
+worker (`Adopt`) when one dies.
+"""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+from stateroom.client.protocol import (
+    OPERATIONS,
+    Body,
+    ErrorBody,
+    Event,
+    ModelInfo,
+    Progress,
+    Request,
+    TokenEvent,
+)
+from stateroom.client.wire import (
+    DecodeError,
+    body_to_wire,
+    decode_map,
+    encode_map,
+    from_wire,
+    kind_of,
+    to_wire,
+)
+
+# ---------------------------------------------------------------- broker → worker
+
+
+@dataclass(frozen=True)
+class Command:
+    """One request. `session`: the session's id, for `open` the new one. `children`: new ids, for `fork`."""
+
+    rid: int
+    request: Request
+    session: str | None = None
+    children: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """A session that another worker held: its tokens are to be computed when it is next used.
+
+    Answered with a `LengthResult`.
+    """
+
+    rid: int
+    session: str
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class CancelCommand:
+    """Ends the request `rid` at the next token or chunk, with its own final answer. Never answered itself."""
+
+    rid: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Finish the step in flight, answer every open request as cancelled, leave."""
+
+
+ToWorker = Command | Adopt | CancelCommand | Stop
+
+
+# ---------------------------------------------------------------- worker → broker
+
+
+@dataclass(frozen=True)
+class Journal:
+    """How a session's tokens changed: the first `keep` stay, `tokens` follow. Bytes are of its KV now."""
+
+    session: str
+    keep: int
+    tokens: list[int]
+    private_bytes: int = 0
+    shared_bytes: int = 0
+    resident: bool = True  # KV is on the device
+
+
+@dataclass(frozen=True)
+class Answer:
+    rid: int
+    body: Body
+    journal: Journal | None = None
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The model is loaded. `facts`: strings and numbers for the log and `doctor` (device, blas, dtype, …)."""
+
+    model: ModelInfo
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The model can't be loaded. `permanent`: trying again won't help (bad path, unknown architecture)."""
+
+    message: str
+    permanent: bool
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """Sent about once a second while working or not: proof of life, with gauges by name."""
+
+    gauges: dict[str, float]
+
+
+FromWorker = Answer | Ready | Failed | Pulse
+
+
+# ---------------------------------------------------------------- frames
+
+
+def encode_to_worker(message: ToWorker) -> bytes:
+    if isinstance(message, Command):
+        return encode_map(
+            {
+                "rid": message.rid,
+                "op": message.request.op,
+                "args": to_wire(message.request),
+                "session": message.session,
+                "children": message.children,
+            }
+        )
+    name = {Adopt: "adopt", CancelCommand: "cancel", Stop: "stop"}[type(message)]
+    return encode_map({"link": name, **to_wire(message)})
+
+
+def decode_to_worker(frame: bytes) -> ToWorker:
+    wire = decode_map(frame)
+    name = wire.get("link")
+    if name == "adopt":
+        return from_wire(Adopt, wire)
+    if name == "cancel":
+        return from_wire(CancelCommand, wire)
+    if name == "stop":
+        return Stop()
+    request = from_wire(OPERATIONS[wire["op"]].request, wire["args"])
+    return Command(wire["rid"], request, wire["session"], wire["children"])
+
+
+def encode_from_worker(message: FromWorker) -> bytes:
+    if isinstance(message, Answer):
+        made: dict[str, Any] = {
+            "rid": message.rid,
+            "kind": kind_of(message.body),
+            "body": body_to_wire(message.body),
+        }
+        made["type"] = type(message.body).__name__
+        if message.journal is not None:
+            made["journal"] = to_wire(message.journal)
+        return encode_map(made)
+    name = {Ready: "ready", Failed: "failed", Pulse: "pulse"}[type(message)]
+    return encode_map({"link": name, **to_wire(message)})
+
+
+_BODIES: dict[str, type[Any]] = {
+    body.__name__: body
+    for body in (TokenEvent, Progress, Event, *{operation.result for operation in OPERATIONS.values()})
+}
+
+
+def decode_from_worker(frame: bytes) -> FromWorker:
+    wire = decode_map(frame)
+    name = wire.get("link")
+    if name == "ready":
+        return from_wire(Ready, wire)
+    if name == "failed":
+        return from_wire(Failed, wire)
+    if name == "pulse":
+        return from_wire(Pulse, wire)
+    if wire["kind"] == "error":
+        body: Body = from_wire(ErrorBody, wire["body"]["error"])
+    else:
+        if wire["type"] not in _BODIES:
+            raise DecodeError(f"The worker sent a body of unknown type {wire['type']!r}.")
+        body = typing.cast("Body", from_wire(_BODIES[wire["type"]], wire["body"]))
+    journal = from_wire(Journal, wire["journal"]) if "journal" in wire else None
+    return Answer(wire["rid"], body, journal)
