@@ -1,0 +1,14 @@
+"""`stateroom version`."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as installed
+
+import typer
+
+from stateroom.client.limits import PROTOCOL_VERSION
+
+
+def version() -> None:
+    """The versions of the program and of the protocol it speaks."""
+    typer.echo(f"stateroom {installed('stateroom')}, protocol {PROTOCOL_VERSION}")
