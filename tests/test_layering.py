@@ -1,0 +1,171 @@
+"""Who may import whom, read from the syntax trees, and what importing the client costs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("client", "daemon", "caches", "kernels", "deploy")
+IMPORT_MS_MAX = 50.0
+IMPORT_TRIES = 5
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Files whose path matches `files`, and the modules of ours that they may import."""
+
+    files: str
+    may_import: str
+
+
+# The first layer whose pattern matches a file rules it.
+LAYERS = (
+    Layer(r"client/.*", r"client(\..*)?"),
+    Layer(r"kernels/.*", r"kernels(\..*)?"),
+    Layer(r"caches/layout\.py", r"caches\.layout"),
+    Layer(r"caches/.*", r"(caches|kernels)(\..*)?"),
+    Layer(
+        r"daemon/engine/.*",
+        r"(daemon\.engine|caches|kernels)(\..*)?|daemon\.(link|clock|scheduler|blas|models)"
+        r"|client\.(protocol|limits|wire|errors|paths)",
+    ),
+    # The commands and the demo are clients that happen to be installed with the daemon.
+    Layer(
+        r"daemon/(cli|doctor)\.py|daemon/(commands|demo)/.*",
+        r"client(\..*)?|daemon(?!\.engine).*|deploy(\..*)?",
+    ),
+    Layer(r"daemon/.*", r"daemon(?!\.engine).*|client\.(protocol|limits|wire|errors|paths)"),
+    Layer(r"deploy/.*", r"deploy(\..*)?|client\.paths"),
+)
+
+MLX = re.compile(r"mlx|mlx_lm|mlx_metal")
+MAY_IMPORT_MLX = re.compile(r"kernels/.*|caches/(?!layout\.py).*|daemon/engine/.*")
+MAY_IMPORT_ZMQ = re.compile(
+    r"client/(blocking|asynchronous)\.py|daemon/(broker|supervisor)\.py|daemon/engine/worker\.py"
+)
+
+
+def sources() -> list[Path]:
+    found = [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))]
+    assert len(found) > 10
+    return found
+
+
+def imports_of(tree: ast.AST) -> Iterator[tuple[str, int, int]]:
+    """(module, relative level, line) of each import, wherever in the file it stands.
+
+    `from a.b import c` gives both `a.b` and `a.b.c`, since c may be a module.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, 0, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or "", node.level, node.lineno
+
+
+def allowed(module: str, pattern: str) -> bool:
+    return re.fullmatch(pattern, module.removeprefix("stateroom.")) is not None
+
+
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.AST]:
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sources()}
+
+
+def test_every_file_keeps_to_its_layer(trees: dict[str, ast.AST]) -> None:
+    wrong = []
+    for name, tree in trees.items():
+        layer = next(layer for layer in LAYERS if re.fullmatch(layer.files, name))
+        for module, _, line in imports_of(tree):
+            if module.split(".")[0] == "stateroom" and not allowed(module, layer.may_import):
+                wrong.append(f"{name}:{line} imports {module}")
+            if module.split(".")[0] in PARTS:
+                wrong.append(f"{name}:{line} imports {module}, which is not the package's name")
+    assert wrong == []
+
+
+def test_no_import_is_relative(trees: dict[str, ast.AST]) -> None:
+    wrong = [f"{name}:{line}" for name, tree in trees.items() for _, level, line in imports_of(tree) if level]
+    assert wrong == []
+
+
+def test_modules_are_imported_from_by_name(trees: dict[str, ast.AST]) -> None:
+    """`from stateroom.daemon import engine` would slip past the patterns, which see `stateroom.daemon`."""
+    wrong = []
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("stateroom"):
+                continue
+            folder = ROOT.joinpath(*(node.module or "").split(".")[1:])
+            for alias in node.names:
+                module = folder / f"{alias.name}.py"
+                if folder.is_dir() and (module.is_file() or (folder / alias.name).is_dir()):
+                    wrong.append(f"{name}:{node.lineno} from {node.module} import {alias.name}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("library", "may"),
+    [(MLX, MAY_IMPORT_MLX), (re.compile("zmq"), MAY_IMPORT_ZMQ)],
+    ids=["mlx", "zmq"],
+)
+def test_only_the_shells_and_the_gpu_side_import_it(
+    trees: dict[str, ast.AST], library: re.Pattern[str], may: re.Pattern[str]
+) -> None:
+    wrong = [
+        f"{name}:{line} imports {module}"
+        for name, tree in trees.items()
+        for module, _, line in imports_of(tree)
+        if library.fullmatch(module.split(".")[0]) and not may.fullmatch(name)
+    ]
+    assert wrong == []
+
+
+def test_the_rules_can_fail() -> None:
+    """A wrong import of each kind is seen; else a slip in a pattern would pass everything."""
+    tree = ast.parse("def f():\n    from stateroom.daemon.engine.worker import run\n    import mlx.core\n")
+    assert [module for module, _, _ in imports_of(tree)] == ["stateroom.daemon.engine.worker", "mlx.core"]
+    broker = next(layer for layer in LAYERS if re.fullmatch(layer.files, "daemon/broker.py"))
+    assert not allowed("stateroom.daemon.engine.worker", broker.may_import)
+    assert not allowed("stateroom.client.blocking", broker.may_import)
+    assert allowed("stateroom.client.protocol", broker.may_import)
+    assert not MAY_IMPORT_MLX.fullmatch("caches/layout.py")
+    assert not MAY_IMPORT_MLX.fullmatch("daemon/broker.py")
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=ROOT / "tests",
+    )
+
+
+def test_the_client_loads_neither_mlx_nor_numpy_nor_the_daemon() -> None:
+    loaded = run_python(
+        "-c", "import sys, stateroom.client as c; c.connect; print('\\n'.join(sys.modules))"
+    ).stdout.split()
+    heavy = re.compile(
+        r"(mlx|mlx_lm|numpy|pydantic|typer|rich|structlog)(\..*)?|stateroom\.(daemon|caches|kernels|deploy)(\..*)?"
+    )
+    assert [name for name in loaded if heavy.fullmatch(name)] == []
+    assert "stateroom.client" in loaded
+
+
+def test_importing_the_client_is_quick() -> None:
+    """Under 50 ms, the best of five: the whole import, zmq and msgpack included."""
+    clock = "import time; t = time.perf_counter(); import stateroom.client; print(time.perf_counter() - t)"
+    took_ms = min(float(run_python("-c", clock).stdout) * 1000 for _ in range(IMPORT_TRIES))
+    assert took_ms < IMPORT_MS_MAX
