@@ -16,9 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stateroom.client import connect
-from stateroom.client.errors import ClientError
-
 START_S = 60.0  # a CPU worker imports mlx and loads a tiny model in about 3 s on an idle machine
 STOP_S = 10.0  # the daemon promises to leave within 5
 LOG_LINES_SHOWN = 200
@@ -49,6 +46,9 @@ class RunningDaemon:
             return []
 
     def wait_until_answering(self, timeout_s: float = START_S) -> None:
+        from stateroom.client import connect
+        from stateroom.client.errors import ClientError
+
         deadline = time.monotonic() + timeout_s
         while True:
             if self.process.poll() is not None:
