@@ -1,0 +1,166 @@
+"""Layer kinds that mlx-lm implements (windows, recurrent states, composites) behind a few functions.
+
+A lone row uses mlx-lm's plain caches, two or more its batched ones. mlx-lm writes into its arrays
+through the Python object that holds them, so two caches must never hold the same object.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+Cache = Any  # one of mlx-lm's cache classes; they share no useful base type
+
+
+@dataclass(frozen=True, slots=True)
+class Species:
+    """What is known about one of mlx-lm's plain cache classes."""
+
+    kind: str
+    batches: Callable[[Cache], bool]
+    floor: Callable[[Cache], int]  # the shortest length that trim reaches exactly, from the plain cache
+    scalars: Callable[[Cache], Hashable]  # what must be equal for two to merge
+
+
+def _chunk_floor(cache: Cache) -> int:
+    # The next token attends from the start of its chunk on; what lies before start_position is gone.
+    gone = int(cache.start_position)
+    chunk = int(cache.chunk_size)
+    return 0 if gone == 0 else -(-gone // chunk) * chunk
+
+
+SPECIES: dict[type, Species] = {
+    KVCache: Species("full", lambda c: True, lambda c: 0, lambda c: ()),
+    QuantizedKVCache: Species("quantised", lambda c: False, lambda c: 0, lambda c: (c.bits, c.group_size)),
+    RotatingKVCache: Species(
+        "window",
+        lambda c: c.keep == 0,  # mlx-lm's batched window forgets the pinned tokens
+        lambda c: 0 if c.offset < c.max_size else c.offset,
+        lambda c: (c.max_size, c.keep),
+    ),
+    ChunkedKVCache: Species("chunked", lambda c: False, _chunk_floor, lambda c: c.chunk_size),
+    ArraysCache: Species("state", lambda c: True, lambda c: 0 if c.empty() else -1, lambda c: len(c.cache)),
+}
+
+
+def unknown(cache: Cache) -> list[str]:
+    """The names of the classes in `cache` that aren't understood."""
+    if type(cache) is CacheList:
+        return [name for part in cache.caches for name in unknown(part)]
+    return [] if type(cache) in SPECIES else [type(cache).__name__]
+
+
+def kind(cache: Cache) -> str:
+    return "composite" if type(cache) is CacheList else SPECIES[type(cache)].kind
+
+
+def batches(cache: Cache) -> bool:
+    if type(cache) is CacheList:
+        return all(batches(part) for part in cache.caches)
+    return SPECIES[type(cache)].batches(cache)
+
+
+def holds_state(cache: Cache) -> bool:
+    """It has recurrent state, which can't be told apart from zeros once rows are merged."""
+    if type(cache) is CacheList:
+        return any(holds_state(part) for part in cache.caches)
+    return type(cache) is ArraysCache
+
+
+def signature(cache: Cache) -> Hashable:
+    if type(cache) is CacheList:
+        return ("CacheList", *(signature(part) for part in cache.caches))
+    return (type(cache).__name__, SPECIES[type(cache)].scalars(cache))
+
+
+def floor(cache: Cache, length: int) -> int:
+    """The shortest length that a plain cache of `length` tokens can be trimmed to, exactly."""
+    if type(cache) is CacheList:
+        return max((floor(part, length) for part in cache.caches), default=0)
+    least = SPECIES[type(cache)].floor(cache)
+    return length if least < 0 else min(least, length)
+
+
+def trim(cache: Cache, n: int) -> None:
+    """Forgets `n` tokens of a plain cache; the caller has checked `floor`."""
+    if type(cache) is CacheList:
+        for part in cache.caches:
+            trim(part, n)
+    elif n:
+        trimmed = cache.trim(n)
+        if trimmed != n:
+            raise RuntimeError(f"{type(cache).__name__} trimmed {trimmed} of {n}")
+
+
+def merge(plain: Sequence[Cache], lengths: Sequence[int], blank: Cache) -> Cache:
+    """One batched cache of two or more plain ones, in order. `blank` is an unused plain cache."""
+    if type(blank) is CacheList:
+        parts = [merge([c[i] for c in plain], lengths, part) for i, part in enumerate(blank.caches)]
+        return CacheList(*parts)
+    if type(blank) is ArraysCache and not any(lengths):
+        return blank
+    return type(blank).merge(list(plain))
+
+
+def extract(cache: Cache, row: int, length: int, blank: Cache) -> Cache:
+    """One row of a batched cache as a plain one that holds `length` tokens."""
+    if not length:
+        return blank
+    if type(blank) is CacheList:
+        return CacheList(*(extract(cache[i], row, length, part) for i, part in enumerate(blank.caches)))
+    if type(blank) is ArraysCache:
+        blank.cache = [None if a is None else mx.contiguous(a[row : row + 1]) for a in cache.cache]
+        return blank
+    return cache.extract(row)
+
+
+def duplicate(cache: Cache) -> Cache:
+    """A copy whose array objects are its own."""
+    return copy.deepcopy(cache)
+
+
+def arrays(state: Any) -> Iterator[mx.array]:
+    """The arrays in a cache's state, however nested."""
+    if isinstance(state, mx.array):
+        yield state
+    elif isinstance(state, (list, tuple)):
+        for part in state:
+            yield from arrays(part)
+
+
+def nbytes(cache: Cache) -> int:
+    """What the arrays occupy, from their shapes."""
+    return sum(a.size * a.dtype.size for a in arrays(cache.state))
+
+
+def bytes_per_token(cache: Cache) -> int:
+    """What one more token of one row adds, until a window is full."""
+    if type(cache) is CacheList:
+        return sum(bytes_per_token(part) for part in cache.caches)
+    if type(cache) in (RotatingKVCache, BatchRotatingKVCache) and cache.size() >= cache.max_size:
+        return 0
+    if type(cache) in (
+        KVCache,
+        RotatingKVCache,
+        ChunkedKVCache,
+        QuantizedKVCache,
+        BatchKVCache,
+        BatchRotatingKVCache,
+    ):
+        planes = arrays([cache.keys, cache.values])
+        return sum(a.shape[1] * a.shape[3] * a.dtype.size for a in planes)
+    return 0
