@@ -282,7 +282,7 @@ _MASK = 2**64 - 1
 
 
 def _mix(value: int) -> int:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection whose every output bit depends on every input bit."""
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): every output bit depends on every input bit."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
