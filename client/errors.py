@@ -151,4 +151,12 @@ class Disconnected(ClientError, ConnectionError):
 
 
 class StreamBroken(ClientError):
-    """A gap in a stream's sequence numbers: replies were lost."""
+    """Replies were lost (a gap in the sequence numbers) or can't be read. The request was cancelled."""
+
+
+class BadEndpoint(ClientError, ValueError):
+    """The endpoint, or a variable that names it, can't work; the message says why and what to do."""
+
+
+class WrongProcess(ClientError, RuntimeError):
+    """A Room was used in another process (a forked child) or event loop than the one it was made in."""

@@ -70,7 +70,7 @@ class KV:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn; temperature 0 is greedy. See docs/protocol.md for the order of the filters."""
+    """How the next token is drawn; temperature 0 is greedy. docs/protocol.md: the order of the filters."""
 
     temperature: Annotated[float, Range(0, 100)] = 0.0
     top_p: Annotated[float, Range(above=0, most=1)] = 1.0
@@ -514,7 +514,8 @@ class Event:
 
 ErrorCode = Literal[
     "malformed", "version", "unknown_op", "invalid", "not_found", "exists", "busy", "capacity", "too_long",
-    "unsupported", "mismatch", "corrupt", "engine_lost", "numeric", "slow_consumer", "shutting_down", "internal",
+    "unsupported", "mismatch", "corrupt", "engine_lost", "numeric", "slow_consumer", "shutting_down",
+    "internal",
 ]  # fmt: skip
 ERROR_CODES: tuple[ErrorCode, ...] = typing.get_args(ErrorCode)
 

@@ -163,9 +163,10 @@ def from_wire(message_type: type[M], wire: Any) -> M:
     """
     if not isinstance(wire, dict):
         raise DecodeError(f"{message_type.__name__} must be a map.")
-    types_of = field_types(message_type)
+    kind: type[Any] = message_type
+    types_of = field_types(kind)
     made = {}
-    for name, wire_name in wire_names(message_type).items():
+    for name, wire_name in wire_names(kind).items():
         if wire_name in wire:
             made[name] = _build(types_of[name], wire[wire_name])
     try:
