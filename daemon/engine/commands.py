@@ -1,0 +1,335 @@
+"""What each command means to the engine: check, plan, then queue or answer. Nothing is half done.
+
+A handler raises a `StateroomError` before it changes anything, or changes and answers. The broker has
+validated types and ranges, and lets one request at a time have a session; what only the engine can
+know (vocabulary, context, cache kinds, budget) is checked here.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from stateroom.caches.layout import capacity_for
+from stateroom.client import protocol as p
+from stateroom.client.errors import Busy, Capacity, Exists, Invalid, NotFound, TooLong, Unsupported
+from stateroom.daemon.engine import inputs
+from stateroom.daemon.engine.engine import Engine, Work
+from stateroom.daemon.engine.fill import Fill
+from stateroom.daemon.engine.sampling import check as check_sampling
+from stateroom.daemon.engine.score import Score
+from stateroom.daemon.engine.session import Change, Session, apply, common_prefix, plan
+from stateroom.daemon.engine.stream import Stream
+from stateroom.daemon.link import Adopt, CancelCommand, Command
+
+RETRY_AFTER_S = 5.0  # told with `capacity`; sessions close or end in about that time
+CAPACITY_STEP = 256  # tokens by which a row grows; admission counts whole steps
+
+
+class Commands:
+    """Takes the broker's messages to an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.loaded = engine.loaded
+        self._handlers: dict[type[p.Request], Callable[[Command, Any], None]] = {
+            p.Open: self._open,
+            p.Prefill: self._prefill,
+            p.Decode: self._decode,
+            p.Trim: self._trim,
+            p.Fork: self._fork,
+            p.Sync: self._sync,
+            p.ReadTokens: self._tokens,
+            p.Close: self._close,
+            p.Score: self._score,
+        }
+
+    def take(self, command: Command | Adopt | CancelCommand) -> None:
+        """Carries out one message; every error becomes the command's final answer."""
+        if isinstance(command, CancelCommand):
+            self.engine.cancel(command.rid)
+            return
+        try:
+            if isinstance(command, Adopt):
+                self._adopt(command)
+            else:
+                self._handlers[type(command.request)](command, command.request)
+        except Exception as error:
+            self.engine.fail(command.rid, error)
+
+    # ------------------------------------------------------------ checks
+
+    def _session(self, command: Command) -> Session:
+        session = self.engine.sessions.get(command.session or "")
+        if session is None:
+            raise NotFound("There is no such session.", field="session")
+        return session
+
+    def _idle_session(self, command: Command) -> Session:
+        session = self._session(command)
+        for request in self.engine.requests.values():
+            if request.session is session:
+                raise Busy("The session has another request running.", request=request.rid)
+        return session
+
+    def _admit(self, *growths: tuple[Session | None, int]) -> None:
+        """Refuses what would pass the KV budget: each session grows to that many tokens."""
+        budget = self.engine.kv_budget_bytes
+        if budget is None:
+            return
+        needed = 0
+        for session, length in growths:
+            held = session.kv_bytes if session is not None else 0
+            needed += max(int(capacity_for(length) * self.engine.bytes_per_token) - held, 0)
+        free = budget - self.engine.kv_bytes
+        if needed > free:
+            raise Capacity(
+                f"This needs {needed} bytes of KV and {max(free, 0)} are free; close sessions or try again.",
+                needed_bytes=needed,
+                free_bytes=max(free, 0),
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    # ------------------------------------------------------------ opening, content
+
+    def _open(self, command: Command, request: p.Open) -> None:
+        assert command.session is not None
+        if command.session in self.engine.sessions:
+            raise Exists("A session of this id exists.", field="session")
+        kv = request.kv or p.KV()
+        if kv.scheme != "dense":
+            raise Unsupported(f"KV scheme {kv.scheme} is not served yet; use dense.", field="kv.scheme")
+        if kv.group_size is not None or kv.quantise_after is not None:
+            raise Unsupported("Dense KV has no group_size and no quantise_after.", field="kv")
+        tokens = inputs.whole(self.loaded, request)
+        inputs.check_length(len(tokens), self.loaded.context)
+        self._admit((None, len(tokens)))
+        session = Session(command.session, background=request.session_class == "background")
+        self.engine.sessions[session.id] = session
+        fill = Fill(
+            command.rid, session, plan(session, 0, tokens), self._opened(request), self.engine.clock_ms()
+        )
+        self.engine.begin_work(fill)
+
+    def _opened(self, request: p.Open) -> Callable[[Fill], None]:
+        def then(fill: Fill) -> None:
+            session, engine = fill.session, self.engine
+            cancelled = fill.cancelled and not fill.done
+            if cancelled:
+                fill.end_cancelled()
+            elif request.messages:
+                session.chat = [(request.messages, session.length)]
+            result = p.OpenResult(
+                session=session.id,
+                length=session.length,
+                caps=engine.caps,
+                receipt=fill.receipt(engine.clock_ms()) if inputs.has_input(request) else None,
+                finish="cancelled" if cancelled else "done",
+            )
+            engine.answer(fill.rid, result, engine.journal(session, 0))
+
+        return then
+
+    def _prefill(self, command: Command, request: p.Prefill) -> None:
+        session = self._idle_session(command)
+        tokens, added = inputs.appended(self.loaded, session, request)
+        inputs.check_length(session.length + len(tokens), self.loaded.context)
+        if not tokens:
+            self.engine.unchanged(command.rid, session)
+            return
+        self._change(
+            command, session, plan(session, session.length, tokens), added, progress=request.progress
+        )
+
+    def _sync(self, command: Command, request: p.Sync) -> None:
+        session = self._idle_session(command)
+        tokens = inputs.whole(self.loaded, request)
+        inputs.check_length(len(tokens), self.loaded.context)
+        keep = common_prefix(session.tokens, tokens)
+        change = plan(session, keep, tokens[keep:])
+        self._change(command, session, change, request.messages or [], whole_chat=True)
+
+    def _change(
+        self,
+        command: Command,
+        session: Session,
+        change: Change,
+        messages: list[p.Message],
+        *,
+        progress: bool = False,
+        whole_chat: bool = False,
+    ) -> None:
+        self._admit((session, change.length))
+
+        def then(fill: Fill) -> None:
+            if messages and not (fill.cancelled and not fill.done):
+                told = [] if whole_chat else session.chat
+                session.chat = [*told, (messages, session.length)]
+            self.engine.finish_fill(fill)
+
+        fill = Fill(command.rid, session, change, then, self.engine.clock_ms(), progress=progress)
+        self.engine.begin_work(fill)
+
+    def _trim(self, command: Command, request: p.Trim) -> None:
+        session = self._idle_session(command)
+        if request.to is not None:
+            to, field = request.to, "to"
+        else:
+            to, field = session.length - (request.count or 0), "count"
+        if not 0 <= to <= session.length:
+            raise Invalid(
+                f"The session has {session.length} tokens; it can't be trimmed to {to}.", field=field
+            )
+        change = plan(session, to, [])
+        must_replay = change.kv_keep < min(session.stored, max(to - 1, 0))
+        if must_replay and not request.replay:
+            floor = session.cache.trim_floor(0) if session.cache is not None else 0
+            raise Unsupported(
+                f"This session's layers can't be trimmed to {to} tokens; replay: true computes them again.",
+                nearest=min(max(to, floor + 1), session.length),
+            )
+        if request.replay:
+            self._change(command, session, change, [])
+            return
+        fill = Fill(command.rid, session, change, self.engine.finish_fill, self.engine.clock_ms())
+        fill.start(self.engine.clock_ms())
+        self.engine.finish_fill(fill)
+
+    def _adopt(self, command: Adopt) -> None:
+        session = self.engine.sessions.get(command.session)
+        if session is None:
+            session = self.engine.sessions[command.session] = Session(command.session)
+        inputs.check_tokens(command.tokens, self.loaded.vocab)
+        apply(session, Change(0, 0, command.tokens, None))
+        self.engine.unchanged(command.rid, session)
+
+    # ------------------------------------------------------------ decode, fork, score
+
+    def _decode(self, command: Command, request: p.Decode) -> None:
+        session = self._idle_session(command)
+        if request.speculate is not None:
+            raise Unsupported("Speculation is not served yet.", field="speculate")
+        if request.grammar is not None:
+            raise Unsupported("Grammars are not served yet.", field="grammar")
+        if not session.tokens:
+            raise Invalid("An empty session can't be decoded; prefill something first.", field="session")
+        if session.length >= self.loaded.context:
+            raise TooLong(
+                f"The session fills the model's context of {self.loaded.context} tokens.",
+                limit=self.loaded.context,
+                length=session.length,
+            )
+        if request.sampling is not None:
+            check_sampling(request.sampling, self.loaded.vocab)
+        inputs.check_tokens(request.stop_tokens or [], self.loaded.vocab, "stop_tokens")
+        self._admit((session, min(session.length + request.max_tokens, session.length + CAPACITY_STEP)))
+        received = self.engine.clock_ms()
+        missing = session.missing
+
+        def begin(started_ms: float) -> None:
+            self.engine.begin_stream(
+                Stream.begin(
+                    rid=command.rid,
+                    session=session,
+                    request=request,
+                    seed=secrets.randbits(64),
+                    tokenizer=self.loaded.tokenizer,
+                    eos=self.loaded.eos,
+                    context=self.loaded.context,
+                    received_ms=received,
+                    started_ms=started_ms,
+                    prefilled=missing + 1,
+                )
+            )
+
+        def then(fill: Fill) -> None:
+            if fill.cancelled:
+                result = p.DecodeResult(
+                    finish="cancelled", tokens=[], text="", length=session.length, usage=p.Usage()
+                )
+                self.engine.answer(command.rid, result, self.engine.journal(session, session.length))
+            else:
+                begin(fill.started_ms if fill.started_ms is not None else received)
+
+        if missing == 0:
+            begin(received)
+        else:
+            # The content is as it was; only KV that was dropped is computed again.
+            self.engine.begin_work(
+                Fill(command.rid, session, plan(session, session.length, []), then, received)
+            )
+
+    def _fork(self, command: Command, request: p.Fork) -> None:
+        session = self._idle_session(command)
+        self._admit(*((None, session.length) for _ in command.children))
+        children = []
+        for child_id in command.children:
+            child = Session(child_id, background=session.background, tokens=list(session.tokens))
+            if session.cache is not None:
+                child.cache = session.cache.fork()
+                child.stored = session.stored
+                mx.async_eval(child.cache.arrays())
+            child.chat = list(session.chat)
+            child.origin = "fork"
+            children.append(child)
+        for child in children:
+            self.engine.sessions[child.id] = child
+        result = p.ForkResult(
+            sessions=[child.id for child in children],
+            length=session.length,
+            shared_bytes=0,
+            copied_bytes=sum(child.kv_bytes for child in children),
+        )
+        self.engine.answer(command.rid, result, self.engine.journal(session, session.length))
+
+    def _score(self, command: Command, request: p.Score) -> None:
+        session = self._idle_session(command)
+        if not session.tokens:
+            raise Invalid("An empty session has nothing that predicts the continuation.", field="session")
+        tokens = request.tokens
+        if tokens is None:
+            tokens = self.loaded.tokenizer.encode(request.text or "", first=False)
+        inputs.check_tokens(tokens, self.loaded.vocab)
+        inputs.check_length(session.length + len(tokens), self.loaded.context)
+        self._admit((None, session.length + len(tokens)))
+        if not tokens:
+            self.engine.answer(command.rid, p.ScoreResult(tokens=[], logprobs=[], total=0.0))
+            return
+        score = Score(command.rid, session, tokens, self._scored, self.engine.clock_ms())
+
+        def then(fill: Fill) -> None:
+            score.cancelled = fill.cancelled
+            self.engine.begin_work(score)
+
+        fill = Fill(command.rid, session, plan(session, session.length, []), then, self.engine.clock_ms())
+        self.engine.begin_work(fill)
+
+    def _scored(self, work: Work) -> None:
+        assert isinstance(work, Score)
+        engine, session = self.engine, work.session
+        # A cancelled score tells what it had; the list is then shorter than the continuation.
+        engine.answer(work.rid, work.result(), engine.journal(session, session.length))
+
+    # ------------------------------------------------------------ reading, closing
+
+    def _tokens(self, command: Command, request: p.ReadTokens) -> None:
+        session = self._session(command)
+        start = request.start or 0
+        to = session.length if request.to is None else request.to
+        if to > session.length:
+            raise Invalid(f"The session has {session.length} tokens.", field="to")
+        if start > to:
+            raise Invalid(f"from ({start}) must not be greater than to ({to}).", field="from")
+        piece = session.tokens[start:to]
+        result = p.TokensResult(tokens=piece, text=self.loaded.tokenizer.decode(piece))
+        self.engine.answer(command.rid, result)
+
+    def _close(self, command: Command, request: p.Close) -> None:
+        session = self._idle_session(command)
+        freed = session.kv_bytes
+        del self.engine.sessions[session.id]
+        session.drop_kv()
+        self.engine.answer(command.rid, p.CloseResult(freed_bytes=freed))

@@ -1,0 +1,388 @@
+"""The engine: sessions, and the loop that steps the model for them. One thread owns it and all of mlx.
+
+A turn of the loop launches the next decode step of every batch, publishes the tokens of the step
+before while the device works, awaits the prefill quantum in flight and launches the next. Commands are
+taken between turns; they only plan and queue. Every command ends in exactly one final answer.
+
+Order on the device: decode step, prefill quantum, decode step, … A stream never waits for more than
+one quantum, a prefill for no more than one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from stateroom.caches.session import SessionCache
+from stateroom.client.errors import Internal, Numeric, StateroomError
+from stateroom.client.limits import BATCH_MAX
+from stateroom.client.protocol import Body, Caps, KindCaps, LengthResult, Receipt
+from stateroom.daemon.engine.batch import Batch, Flight
+from stateroom.daemon.engine.fill import Fill
+from stateroom.daemon.engine.model import LoadedModel
+from stateroom.daemon.engine.score import Score
+from stateroom.daemon.engine.session import Session
+from stateroom.daemon.engine.stream import Stream
+from stateroom.daemon.link import Answer, Journal
+from stateroom.daemon.scheduler import FillQueue, Pace
+
+Work = Fill | Score
+
+
+@dataclass(frozen=True, slots=True)
+class Quantum:
+    """The piece of a prefill that is on the device."""
+
+    work: Work
+    tokens: int
+    arrays: list[mx.array]
+    launched_ms: float
+
+
+class Engine:
+    """Owns every session of one model.
+
+    Args:
+        loaded: the model with its tokenizer.
+        clock_ms: monotonic milliseconds.
+        emit: takes every answer, in order; called on the engine's thread.
+        report: takes an exception that is a bug, and gives the incident's name for the log.
+        kv_budget_bytes: the most KV held at once; None: no limit.
+        pace: sizes the prefill quanta.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        clock_ms: Callable[[], float],
+        emit: Callable[[Answer], None],
+        report: Callable[[BaseException], str],
+        kv_budget_bytes: int | None = None,
+        pace: Pace | None = None,
+        rows_max: int = BATCH_MAX,
+    ) -> None:
+        self.loaded = loaded
+        self.clock_ms = clock_ms
+        self.emit = emit
+        self.report = report
+        self.kv_budget_bytes = kv_budget_bytes
+        self.pace = pace or Pace()
+        self.rows_max = rows_max
+        self.sessions: dict[str, Session] = {}
+        self.requests: dict[int, Work | Stream] = {}
+        self.fills: FillQueue[Work] = FillQueue()
+        self.quantum: Quantum | None = None
+        self.joining: list[Stream] = []
+        self.batches: list[Batch] = []
+        self.tokens_decoded = 0
+        self.tokens_prefilled = 0
+        self.steps = 0
+        self._device_free_ms = 0.0
+        self._cancelled_any = False
+        self._learn()
+
+    def _learn(self) -> None:
+        """One token through the model tells the geometry of its KV before anybody asks for some."""
+        probe = SessionCache.create(self.loaded.model)
+        mx.eval(probe.forward(self.loaded.model, mx.array([[0]], dtype=mx.uint32)), probe.arrays())
+        self.bytes_per_token = probe.bytes_per_token
+        self.kinds = [KindCaps(kind=k.kind, scheme=k.scheme, layers=k.layers) for k in probe.kinds()]
+        self.trimmable = probe.trimmable
+        self.caps = Caps(
+            trim="any" if probe.trimmable else "none",
+            trim_floor=0,
+            fork="copy",
+            batch=probe.batchable,
+            speculative=False,
+            kv=self.kinds,
+            bytes_per_token=probe.bytes_per_token,
+        )
+
+    # ------------------------------------------------------------ answers
+
+    def answer(self, rid: int, body: Body, journal: Journal | None = None) -> None:
+        self.emit(Answer(rid, body, journal))
+
+    def fail(self, rid: int, error: BaseException, journal: Journal | None = None) -> None:
+        """The final answer of a request that ended in an exception."""
+        if not isinstance(error, StateroomError):
+            incident = self.report(error)
+            error = Internal(
+                "The engine failed at this request; the log has the incident.", incident=incident
+            )
+        self.answer(rid, error.body(), journal)
+
+    def journal(self, session: Session, keep: int) -> Journal:
+        """The session's tokens from `keep` on, and what it holds."""
+        return Journal(
+            session=session.id,
+            keep=keep,
+            tokens=session.tokens[keep:],
+            private_bytes=int(session.length * self.bytes_per_token) if session.lent else session.kv_bytes,
+            resident=session.lent or session.stored > 0 or session.length <= 1,
+        )
+
+    # ------------------------------------------------------------ the loop
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV held on the device by all sessions and batches."""
+        batches = sum(batch.cache.nbytes_capacity for batch in self.batches if batch.cache is not None)
+        return batches + sum(session.kv_bytes for session in self.sessions.values())
+
+    def step(self) -> bool:
+        """One turn of the loop; False when nothing is left to do."""
+        self._join()
+        for batch in list(self.batches):
+            try:
+                self._step_batch(batch)
+            except Exception as error:
+                self._batch_failed(batch, error)
+        self.batches = [batch for batch in self.batches if batch.members or batch.flight is not None]
+        if self._cancelled_any:
+            self._end_cancelled_streams()
+        self._fill()
+        return bool(self.requests)
+
+    def cancel(self, rid: int) -> None:
+        """Ends a request at its next token or quantum. Unknown or finished ids are passed over."""
+        request = self.requests.get(rid)
+        if request is not None:
+            request.cancelled = True
+            self._cancelled_any = True
+
+    def cancel_all(self) -> None:
+        for rid in list(self.requests):
+            self.cancel(rid)
+
+    # ------------------------------------------------------------ decode
+
+    def begin_stream(self, stream: Stream) -> None:
+        self.requests[stream.rid] = stream
+        self.joining.append(stream)
+
+    def _join(self) -> None:
+        waiting, self.joining = self.joining, []
+        groups: dict[int, tuple[Batch, list[Stream]]] = {}
+        for stream in waiting:
+            if stream.cancelled:
+                self._finish_stream(stream)
+                continue
+            cache = stream.session.cache
+            if cache is None:
+                cache = stream.session.cache = SessionCache.create(self.loaded.model)
+            batch = next((b for b in self.batches if self._has_place(b, groups, cache)), None)
+            if batch is None:
+                batch = Batch(self.loaded.model, self.rows_max, lookahead=self.trimmable)
+                self.batches.append(batch)
+            groups.setdefault(id(batch), (batch, []))[1].append(stream)
+        for batch, streams in groups.values():
+            try:
+                batch.join(streams)
+            except Exception as error:
+                for stream in streams:
+                    self._stream_failed(stream, error)
+
+    def _has_place(
+        self, batch: Batch, groups: dict[int, tuple[Batch, list[Stream]]], cache: SessionCache
+    ) -> bool:
+        coming = groups.get(id(batch), (batch, []))[1]
+        if len(batch.members) + len(coming) >= self.rows_max or not cache.batchable:
+            return False
+        other = batch.cache if batch.cache is not None else coming[0].session.cache if coming else None
+        return other is None or (other.batchable and other.signature == cache.signature)
+
+    def _step_batch(self, batch: Batch) -> None:
+        flight = batch.flight
+        if batch.lookahead:
+            batch.launch(self.clock_ms())
+            self._land(batch, flight)
+        else:
+            self._land(batch, flight)
+            batch.launch(self.clock_ms())
+
+    def _land(self, batch: Batch, flight: Flight | None) -> None:
+        """Reads a step's draws and publishes them; streams that ended leave with their rows."""
+        if flight is None:
+            return
+        mx.eval(flight.drawn.arrays())
+        tokens, finite = flight.drawn.tokens.tolist(), flight.drawn.finite.tolist()
+        logprobs = flight.drawn.read_logprobs()
+        now = self.clock_ms()
+        self.pace.measured_step(now - max(flight.launched_ms, self._device_free_ms))
+        self._device_free_ms = now
+        self.steps += 1
+        ended = []
+        for row, stream in enumerate(flight.members):
+            if stream.finish is not None:
+                continue  # it ended a step ago; this draw was one too many
+            if not finite[row]:
+                stream.finish = "cancelled"
+                ended.append((stream, True))
+                continue
+            keep = stream.session.length
+            event = stream.take(tokens[row], logprobs.get(row))
+            self.tokens_decoded += 1
+            if stream.request.stream:
+                self.answer(stream.rid, event, self.journal(stream.session, keep))
+            if stream.finish is not None:
+                ended.append((stream, False))
+        batch.leave([stream for stream, _ in ended if stream in batch.members])
+        for stream, numeric in ended:
+            if numeric:
+                stream.session.drop_kv()
+                length = stream.session.length
+                error = Numeric(
+                    "The model gave NaN or infinite logits for this session; its KV was dropped and will "
+                    "be computed again from its tokens when it is next used.",
+                    length=length,
+                )
+                self._close_stream(stream)
+                self.fail(stream.rid, error, self.journal(stream.session, stream.base))
+            else:
+                self._finish_stream(stream)
+
+    def _finish_stream(self, stream: Stream) -> None:
+        self._close_stream(stream)
+        if stream.finish is None:
+            stream.finish = "cancelled"
+        keep = stream.session.length if stream.request.stream else stream.base
+        self.answer(stream.rid, stream.result(self.clock_ms()), self.journal(stream.session, keep))
+
+    def _close_stream(self, stream: Stream) -> None:
+        self.requests.pop(stream.rid, None)
+        if stream.session.cache is not None:
+            stream.session.settle()
+
+    def _end_cancelled_streams(self) -> None:
+        """A stream that was cancelled before its first step is in no flight that would end it."""
+        self._cancelled_any = False
+        for stream in [r for r in self.requests.values() if isinstance(r, Stream) and r.cancelled]:
+            flying = any(b.flight is not None and stream in b.flight.members for b in self.batches)
+            if stream not in self.joining and not flying and stream.finish is None:
+                for batch in self.batches:
+                    batch.leave([s for s in batch.members if s is stream])
+                self._finish_stream(stream)
+
+    def _batch_failed(self, batch: Batch, error: BaseException) -> None:
+        """A step raised: its streams end by name, and their sessions go back to their tokens."""
+        streams = set(batch.members) | set(batch.flight.members if batch.flight is not None else ())
+        batch.members, batch.cache, batch.flight = [], None, None
+        for stream in streams:
+            if stream.rid in self.requests:
+                self._stream_failed(stream, error)
+
+    def _stream_failed(self, stream: Stream, error: BaseException) -> None:
+        stream.finish = "cancelled"
+        stream.session.lent = False
+        stream.session.drop_kv()
+        self.requests.pop(stream.rid, None)
+        self.fail(stream.rid, error, self.journal(stream.session, stream.base))
+
+    # ------------------------------------------------------------ prefill
+
+    def begin_work(self, work: Work) -> None:
+        """Queues a fill or a score; one with nothing to compute is done at once."""
+        self.requests[work.rid] = work
+        self.fills.add(work, background=work.session.background)
+        if isinstance(work, Fill) and not self._computes(work):
+            self._end_work(work)
+
+    @staticmethod
+    def _computes(fill: Fill) -> bool:
+        return max(fill.change.length - 1, 0) > fill.change.kv_keep
+
+    def _fill(self) -> None:
+        """Awaits the quantum in flight and launches the next."""
+        quantum, self.quantum = self.quantum, None
+        if quantum is not None:
+            self._await(quantum)
+        for work in [work for work in self.fills if work.cancelled]:
+            self._end_work(work)
+        work = self.fills.turn()
+        if work is None:
+            return
+        try:
+            now = self.clock_ms()
+            if work.started_ms is None:
+                work.start(now)
+            tokens = self.pace.quantum(work.remaining, streams=bool(self.batches))
+            arrays = work.launch(self.loaded.model, tokens)
+            mx.async_eval(arrays)
+            self.quantum = Quantum(work, tokens, arrays, now)
+        except Exception as error:
+            self._work_failed(work, error)
+
+    def _await(self, quantum: Quantum) -> None:
+        work = quantum.work
+        try:
+            mx.eval(quantum.arrays)
+            work.landed(quantum.tokens, quantum.arrays)
+        except Exception as error:
+            self._work_failed(work, error)
+            return
+        now = self.clock_ms()
+        self.pace.measured_quantum(quantum.tokens, now - max(quantum.launched_ms, self._device_free_ms))
+        self._device_free_ms = now
+        self.tokens_prefilled += quantum.tokens
+        if isinstance(work, Fill) and work.progress:
+            self.answer(work.rid, work.progressed())
+        if work.done:
+            self._end_work(work)
+
+    def _end_work(self, work: Work) -> None:
+        self.fills.remove(work)
+        self.requests.pop(work.rid, None)
+        try:
+            if work.started_ms is None and not work.cancelled:
+                work.start(self.clock_ms())
+            work.then(work)
+        except Exception as error:
+            self.fail(work.rid, error, self.journal(work.session, 0))
+
+    def _work_failed(self, work: Work, error: BaseException) -> None:
+        self.fills.remove(work)
+        self.requests.pop(work.rid, None)
+        if isinstance(work, Fill):
+            work.end_cancelled()
+            work.session.drop_kv()
+        self.fail(work.rid, error, self.journal(work.session, 0))
+
+    def finish_fill(self, fill: Fill) -> None:
+        """The common end of prefill, sync and trim: a length and a receipt."""
+        if fill.cancelled and not fill.done:
+            fill.end_cancelled()
+        now = self.clock_ms()
+        result = LengthResult(
+            length=fill.session.length,
+            receipt=fill.receipt(now),
+            finish="cancelled" if fill.cancelled and not fill.done else "done",
+        )
+        fill.session.origin = "session"
+        keep = min(fill.change.keep, fill.session.length)
+        self.answer(fill.rid, result, self.journal(fill.session, keep))
+
+    def unchanged(self, rid: int, session: Session) -> None:
+        """Answers an operation that had nothing to do."""
+        receipt = Receipt(reused=session.length, source=session.origin if session.length else "none")
+        self.answer(
+            rid, LengthResult(length=session.length, receipt=receipt), self.journal(session, session.length)
+        )
+
+    def gauges(self) -> dict[str, float]:
+        """What the pulse tells: figures by name, bytes and milliseconds where the name says so."""
+        return {
+            "sessions": len(self.sessions),
+            "rows": sum(len(batch.members) for batch in self.batches),
+            "filling": len(self.fills),
+            "kv_bytes": self.kv_bytes,
+            "kv_budget_bytes": self.kv_budget_bytes or 0,
+            "tokens_decoded": self.tokens_decoded,
+            "tokens_prefilled": self.tokens_prefilled,
+            "steps": self.steps,
+            "step_ms": round(self.pace.step_ms or 0.0, 3),
+            "prefill_ms_per_token": round(self.pace.ms_per_token or 0.0, 4),
+        }

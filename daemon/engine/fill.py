@@ -1,0 +1,97 @@
+"""Bringing a session's KV up to its pending token, one bounded quantum at a time.
+
+Open, prefill, sync, trim with replay, and the first step of a decode after KV was dropped all are a
+`Fill`: an optional planned change of the content, then forward passes until nothing is missing. The
+engine launches a quantum and awaits it in different turns of its loop, so that the device works while
+tokens are published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx import nn
+
+from stateroom.caches.session import SessionCache
+from stateroom.client.protocol import Progress, Receipt, Source
+from stateroom.daemon.engine.session import Change, Session, apply
+
+
+@dataclass(slots=True, eq=False)
+class Fill:
+    """One request's prefill. `then` is called once: when it is done, or cancelled."""
+
+    rid: int
+    session: Session
+    change: Change
+    then: Callable[[Fill], None]
+    received_ms: float
+    progress: bool = False
+    started_ms: float | None = None
+    before: int = 0  # the session's length before the change
+    computed: int = 0
+    total: int = 0  # tokens to compute
+    cancelled: bool = False
+
+    def start(self, now_ms: float) -> None:
+        self.started_ms = now_ms
+        self.before = self.session.length
+        apply(self.session, self.change)
+        self.total = self.session.missing
+
+    @property
+    def done(self) -> bool:
+        return self.started_ms is not None and self.session.missing == 0
+
+    def end_cancelled(self) -> None:
+        """Keeps what was there and what is finished: the tokens stored, and the next as pending."""
+        if self.started_ms is None:
+            return
+        session = self.session
+        del session.tokens[max(self.change.keep, session.stored + 1) :]
+        session.chat = [turn for turn in session.chat if turn[1] <= session.length]
+
+    def receipt(self, now_ms: float) -> Receipt:
+        """What was reused and computed; never more reuse than happened."""
+        session, change = self.session, self.change
+        since = self.received_ms if self.started_ms is None else self.started_ms
+        ms = round(now_ms - since, 3)
+        if self.started_ms is None:
+            return Receipt(reused=session.length, source=self.source(session.length), why="cancelled", ms=ms)
+        reused = min(change.reused, session.length)
+        return Receipt(
+            reused=reused,
+            source=self.source(reused),
+            prefilled=session.length - reused,
+            trimmed=max(self.before - change.keep, 0),
+            why="cancelled" if self.cancelled else change.why,
+            ms=ms,
+        )
+
+    def progressed(self) -> Progress:
+        return Progress(done=self.computed, total=self.total)
+
+    def source(self, reused: int) -> Source:
+        return self.session.origin if reused else "none"
+
+    # What the engine's loop asks of any device work done by quanta; `Score` answers the same.
+
+    @property
+    def remaining(self) -> int:
+        return self.session.missing
+
+    def launch(self, model: nn.Module, tokens: int) -> list[mx.array]:
+        """Starts a forward pass over the next tokens; gives the arrays whose evaluation ends it."""
+        session = self.session
+        if session.cache is None:
+            session.cache = SessionCache.create(model)
+        piece = session.tokens[session.stored : session.stored + tokens]
+        # The logits are never evaluated: a prefill needs only the KV.
+        session.cache.forward(model, mx.array([piece], dtype=mx.uint32))
+        return session.cache.arrays()
+
+    def landed(self, tokens: int, arrays: list[mx.array]) -> None:
+        self.session.stored += tokens
+        self.computed += tokens

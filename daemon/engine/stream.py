@@ -1,0 +1,155 @@
+"""One running decode on the host's side: what it drew, the text so far, and when it ends.
+
+The device's side, rows and draws, is `batch.py`. A stream learns of a drawn token only after the next
+step may have been launched; `Batch` takes care that KV and tokens agree again when it leaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from stateroom.client.protocol import Decode, DecodeResult, Finish, Sampling, TokenEvent, TokenLogprob, Usage
+from stateroom.daemon.engine.sampling import Row
+from stateroom.daemon.engine.session import Session
+from stateroom.daemon.engine.text import Detokenizer, StopStrings, Tokenizer
+
+DETOKENIZER_CONTEXT = 8  # tokens before the first drawn one; enough for spacing and a split character
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """A decode request from its first draw to its last."""
+
+    rid: int
+    session: Session
+    request: Decode
+    sampling: Sampling
+    seed: int
+    context: int
+    detokenizer: Detokenizer
+    stops: StopStrings
+    stop_tokens: frozenset[int]
+    base: int  # length of the session when it began
+    received_ms: float
+    started_ms: float
+    prefilled: int
+    launched: int = 0  # draws launched, at most one more than taken
+    drawn: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: Finish | None = None
+    cancelled: bool = False
+    penalised: bool = False
+
+    @classmethod
+    def begin(
+        cls,
+        *,
+        rid: int,
+        session: Session,
+        request: Decode,
+        seed: int,
+        tokenizer: Tokenizer,
+        eos: frozenset[int],
+        context: int,
+        received_ms: float,
+        started_ms: float,
+        prefilled: int,
+    ) -> Stream:
+        sampling = request.sampling or Sampling()
+        stop_tokens = frozenset(request.stop_tokens or ())
+        return cls(
+            rid=rid,
+            session=session,
+            request=request,
+            sampling=sampling,
+            seed=seed if sampling.seed is None else sampling.seed,
+            context=context,
+            detokenizer=Detokenizer(tokenizer, session.tokens[-DETOKENIZER_CONTEXT:]),
+            stops=StopStrings(request.stop or []),
+            stop_tokens=stop_tokens if request.ignore_eos else stop_tokens | eos,
+            base=session.length,
+            received_ms=received_ms,
+            started_ms=started_ms,
+            prefilled=prefilled,
+            penalised=sampling.repetition_penalty != 1.0
+            or sampling.frequency_penalty != 0.0
+            or sampling.presence_penalty != 0.0,
+        )
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether one more draw can be launched, as far as is known before the last one is read."""
+        position = self.base + self.launched
+        return (
+            self.finish is None
+            and not self.cancelled
+            and self.launched < self.request.max_tokens
+            and position < self.context
+        )
+
+    def row(self, last: mx.array | None) -> Row:
+        """What the sampler needs for the next draw; `last`: the lazy token not yet taken, shape [1]."""
+        history: list[int] = []
+        if self.penalised:
+            history = self.session.tokens[-self.sampling.repetition_window :]
+        return Row(
+            sampling=self.sampling,
+            seed=self.seed,
+            position=self.base + self.launched,
+            history=history,
+            last=last if self.penalised else None,
+            logprobs=self.request.logprobs,
+        )
+
+    def take(self, token: int, logprob: TokenLogprob | None) -> TokenEvent:
+        """Takes one drawn token into the session; sets `finish` when it was the last."""
+        self.session.tokens.append(token)
+        self.drawn.append(token)
+        if token in self.stop_tokens:
+            self.finish = "stop_token"
+            emitted, stopped = self.stops.feed(self.detokenizer.finish())
+        else:
+            emitted, stopped = self.stops.feed(self.detokenizer.add(token))
+            self.finish = self._ended(stopped)
+            if self.finish is not None and not stopped:
+                rest, stopped = self.stops.feed(self.detokenizer.finish())
+                emitted += rest
+        if stopped:
+            self.finish = "stop"
+        elif self.finish is not None:
+            emitted += self.stops.finish()
+        self.text.append(emitted)
+        logprobs = None
+        if logprob is not None:
+            logprobs = [logprob]
+            self.logprobs.append(logprob)
+        return TokenEvent(tokens=[token], text=emitted, logprobs=logprobs)
+
+    def _ended(self, stopped: bool) -> Finish | None:
+        if stopped:
+            return "stop"
+        if len(self.drawn) >= self.request.max_tokens:
+            return "length"
+        if self.session.length >= self.context:
+            return "context"
+        if self.cancelled:
+            return "cancelled"
+        return None
+
+    def result(self, now_ms: float) -> DecodeResult:
+        return DecodeResult(
+            finish=self.finish or "cancelled",
+            tokens=self.drawn,
+            text="".join(self.text),
+            length=self.session.length,
+            usage=Usage(
+                decoded=len(self.drawn),
+                prefilled=self.prefilled,
+                ms=round(now_ms - self.started_ms, 3),
+                queue_ms=round(self.started_ms - self.received_ms, 3),
+            ),
+            logprobs=None if self.request.stream or self.request.logprobs is None else self.logprobs,
+        )

@@ -1,0 +1,186 @@
+"""The engine worker: the process that holds one model, and the shell around `Engine`.
+
+`python -m stateroom.daemon.engine.worker --endpoint ipc://… --model SPEC --model-id ID`, started by the
+supervisor. Its main thread owns mlx, the engine and the socket; between two turns of the engine's loop
+it takes what the broker sent, and when nothing runs it sleeps in `poll`. A second thread only watches
+stdin: the broker holds the other end, so end of file means that the broker is gone, however it went.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+import structlog
+import typer
+import zmq
+
+from stateroom.client.limits import MESSAGE_BYTES_MAX
+from stateroom.daemon.engine.commands import Commands
+from stateroom.daemon.engine.engine import Engine
+from stateroom.daemon.engine.model import LoadedModel, ModelError, load
+from stateroom.daemon.link import (
+    Answer,
+    Failed,
+    FromWorker,
+    Pulse,
+    Ready,
+    Stop,
+    decode_to_worker,
+    encode_from_worker,
+)
+from stateroom.client.protocol import ModelInfo
+from stateroom.daemon.scheduler import Pace
+
+PULSE_S = 1.0  # between two proofs of life
+ORPHAN_EXIT_S = 1.5  # after the broker's end, for the step in flight; then the process goes
+COMMANDS_PER_TURN = 256  # taken between two turns, so that a flood can't starve the streams
+STOP_TURNS_S = 3.0  # for ending open requests when told to stop
+GAP_MS_GPU = 50.0  # inter-token budget of a running stream on a GPU; a CPU's is in steps
+
+log = structlog.get_logger("engine")
+
+
+class Worker:
+    """Moves messages between the socket and the engine."""
+
+    def __init__(self, socket: zmq.Socket[bytes], engine: Engine) -> None:
+        self.socket = socket
+        self.engine = engine
+        self.commands = Commands(engine)
+        self.stopping = False
+        self._pulse_due = 0.0
+
+    def run(self) -> None:
+        """Until told to stop."""
+        busy = False
+        while not self.stopping:
+            self._take(0 if busy else int(PULSE_S * 1000))
+            busy = self.engine.step()
+            self._pulse()
+        self._wind_down()
+
+    def _take(self, wait_ms: int) -> None:
+        if wait_ms and not self.socket.poll(wait_ms):
+            return
+        for _ in range(COMMANDS_PER_TURN):
+            try:
+                frame = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = decode_to_worker(frame)
+            if isinstance(message, Stop):
+                self.stopping = True
+                return
+            self.commands.take(message)
+
+    def _pulse(self) -> None:
+        now = time.monotonic()
+        if now >= self._pulse_due:
+            self._pulse_due = now + PULSE_S
+            send(self.socket, Pulse(self.engine.gauges()))
+
+    def _wind_down(self) -> None:
+        """Every open request ends with its own final answer."""
+        self.engine.cancel_all()
+        deadline = time.monotonic() + STOP_TURNS_S
+        while self.engine.step() and time.monotonic() < deadline:
+            pass
+
+
+def send(socket: zmq.Socket[bytes], message: FromWorker) -> None:
+    socket.send(encode_from_worker(message))
+
+
+def watch_parent(gone: Callable[[], None]) -> None:
+    """Reads stdin to its end on a thread of its own, then calls `gone`."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        gone()
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def orphaned() -> None:
+    """The broker is gone: nothing can be answered, and the memory is wanted back."""
+    log.warning("broker_gone", exit_in_s=ORPHAN_EXIT_S)
+    time.sleep(ORPHAN_EXIT_S)
+    os._exit(0)
+
+
+def report(error: BaseException) -> str:
+    """Logs a bug with its stack and gives the incident's name."""
+    incident = os.urandom(6).hex()
+    log.error("incident", incident=incident, exc_info=error)
+    return incident
+
+
+def configure_log(style: str, level: str) -> None:
+    renderer = structlog.processors.JSONRenderer() if style == "json" else structlog.dev.ConsoleRenderer()
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def make_engine(loaded: LoadedModel, emit: Callable[[Answer], None], kv_budget: int | None) -> Engine:
+    on_gpu = str(loaded.facts.get("device", "cpu")).startswith("gpu")
+    return Engine(
+        loaded,
+        clock_ms=lambda: time.monotonic() * 1000.0,
+        emit=emit,
+        report=report,
+        kv_budget_bytes=kv_budget,
+        pace=Pace(gap_ms=GAP_MS_GPU if on_gpu else None),
+    )
+
+
+def main(
+    endpoint: Annotated[str, typer.Option()],
+    model: Annotated[str, typer.Option()],
+    model_id: Annotated[str, typer.Option()],
+    kv_budget: Annotated[int | None, typer.Option()] = None,
+    log_style: Annotated[str, typer.Option("--log")] = "console",
+    log_level: Annotated[str, typer.Option()] = "info",
+) -> None:
+    """Loads the model, says so, and serves the broker until told to stop."""
+    configure_log(log_style, log_level)
+    watch_parent(orphaned)
+    context = zmq.Context()
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 500)
+    socket.setsockopt(zmq.SNDHWM, 0)  # the broker always reads; its own queues are bounded
+    socket.setsockopt(zmq.MAXMSGSIZE, 2 * MESSAGE_BYTES_MAX)
+    socket.connect(endpoint)
+    try:
+        loaded = load(model, model_id)
+        engine = make_engine(loaded, lambda answer: send(socket, answer), kv_budget)
+    except ModelError as error:
+        send(socket, Failed(str(error), error.permanent))
+        socket.close()
+        context.term()
+        raise SystemExit(1) from None
+    info = ModelInfo(
+        id=model_id, loaded=True, context=loaded.context, vocab=loaded.vocab, kinds=engine.kinds
+    )
+    log.info("ready", model=model_id, **loaded.facts)
+    send(socket, Ready(info, {**loaded.facts, "pid": os.getpid(), "bytes_per_token": engine.bytes_per_token}))
+    Worker(socket, engine).run()
+    socket.close()
+    context.term()
+
+
+if __name__ == "__main__":
+    typer.run(main)
