@@ -67,9 +67,10 @@ def read(path: Path) -> GGUF:
         if file.read(4) != b"GGUF":
             raise ModelError(f"{path} is not a GGUF file.", permanent=True)
     try:
-        tensors, metadata = mx.load(str(path), format="gguf", return_metadata=True)
+        loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
     except Exception as error:
         raise ModelError(f"{path} can't be read as GGUF: {error}", permanent=True) from error
+    tensors, metadata = loaded
     return GGUF(path, {key: _plain(value) for key, value in metadata.items()}, dict(tensors))
 
 
@@ -179,14 +180,11 @@ def weights(file: GGUF, *, dense: bool) -> dict[str, mx.array]:
         if name == _ROPE_FACTORS:
             continue
         stem, _, kind = name.rpartition(".")
-        target = f"{_module(file, stem)}"
-        if kind in ("scales", "biases"):
-            if not dense:
-                made[f"{target}.{kind}"] = tensor
-        elif dense:
-            made[f"{target}.{kind}"] = _dense(file, stem, kind)
-        else:
-            made[name if not target else f"{target}.{kind}"] = tensor
+        target = f"{_module(file, stem)}.{kind}"
+        if not dense:
+            made[target] = tensor
+        elif kind not in ("scales", "biases"):
+            made[target] = _dense(file, stem, kind)
     return made
 
 

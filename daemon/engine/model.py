@@ -7,6 +7,7 @@ slower there. On a GPU weights stay as they are stored.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import re
 import resource
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from stateroom.daemon.engine import gguf, vocabulary
@@ -126,17 +127,21 @@ def on_cpu() -> bool:
 
 
 def blas_in_use() -> str:
-    """The BLAS that this process has loaded: accelerate, openblas, mkl, blis, reference or unknown."""
+    """The BLAS that mlx calls on this CPU: accelerate, openblas, mkl, blis, reference or unknown."""
     if sys.platform == "darwin":
         return "accelerate"
     try:
         loaded = Path("/proc/self/maps").read_text()
     except OSError:
         return "unknown"
-    for name in ("openblas", "mkl", "blis"):
-        if re.search(rf"/[^/\n]*{name}[^/\n]*\.so", loaded):
-            return name
-    return "reference" if re.search(r"/libblas[^/\n]*\.so", loaded) else "unknown"
+    # A wheel's private copies (numpy's OpenBLAS) are of no use to mlx; a preloaded one is global.
+    if hasattr(ctypes.CDLL(None), "cblas_sgemm"):
+        shared = [line for line in loaded.splitlines() if "/" in line and ".libs/" not in line]
+        for name in ("openblas", "mkl", "blis"):
+            if any(name in line.rpartition("/")[2] for line in shared):
+                return name
+        return "unknown"
+    return "reference" if "mlx_cpu.libs/libblas" in loaded else "unknown"
 
 
 # ---------------------------------------------------------------- where
@@ -286,7 +291,7 @@ def _vocab(model: nn.Module, config: dict[str, Any]) -> int:
 
 
 def _facts(model: nn.Module, config: dict[str, Any]) -> dict[str, Any]:
-    parameters = tree_flatten(model.parameters())
+    parameters: Any = tree_flatten(model.parameters())
     return {
         "device": mx.default_device().type.name,
         "dtype": str(_main_dtype(parameters)).removeprefix("mlx.core."),

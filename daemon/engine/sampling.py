@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -83,9 +84,9 @@ class Drawn:
         """By row of the batch, for the rows that asked. Waits for the device."""
         if self.logprobs is None:
             return {}
-        tokens = self.tokens.tolist()
-        chosen, values, ids = (
-            array.tolist() for array in (self.logprobs.chosen, self.logprobs.values, self.logprobs.ids)
+        tokens, chosen, values, ids = (
+            cast("list[Any]", array.tolist())
+            for array in (self.tokens, self.logprobs.chosen, self.logprobs.values, self.logprobs.ids)
         )
         return {
             row: TokenLogprob(
@@ -268,7 +269,7 @@ def _falling(values: mx.array, top: int) -> mx.array:
     return mx.take_along_axis(some, inner, axis=-1)
 
 
-def _column(values: Sequence[float]) -> mx.array:
+def _column(values: list[float]) -> mx.array:
     return mx.array(values, dtype=mx.float32)[:, None]
 
 
@@ -295,7 +296,7 @@ def row_key(seed: int, position: int) -> tuple[int, int]:
     return mixed >> 32, mixed & 0xFFFFFFFF
 
 
-def _gumbel(keys: Sequence[tuple[int, int]], vocab: int) -> mx.array:
+def _gumbel(keys: list[tuple[int, int]], vocab: int) -> mx.array:
     """Standard Gumbel noise, [n, V], each row from its own key.
 
     −log(−log1p(−u)) rather than −log(−log u): a uniform is finest near 0, and that is where the large

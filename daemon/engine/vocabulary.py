@@ -105,7 +105,7 @@ def _supported_cut(file: GGUF) -> str:
 
 
 def _backend(file: GGUF, pre: str, tokens: list[str]) -> Backend:
-    merges = [tuple(str(merge).split(" ", 1)) for merge in file.metadata.get("tokenizer.ggml.merges", [])]
+    merges = [_pair(file, str(merge)) for merge in file.metadata.get("tokenizer.ggml.merges", [])]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     try:
         model = models.BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_WORDS)
@@ -132,6 +132,13 @@ def _backend(file: GGUF, pre: str, tokens: list[str]) -> Backend:
         ]
     )
     return backend
+
+
+def _pair(file: GGUF, merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    if not left or not right:
+        raise ModelError(f"{file.path} has a bad table of merges: {merge!r}.", permanent=True)
+    return left, right
 
 
 def _kinds(file: GGUF, count: int) -> list[int]:
