@@ -141,7 +141,7 @@ class Engine:
                 self._step_batch(batch)
             except Exception as error:
                 self._batch_failed(batch, error)
-        self.batches = [batch for batch in self.batches if batch.members or batch.flight is not None]
+        self.batches = [batch for batch in self.batches if batch.members]
         if self._cancelled_any:
             self._end_cancelled_streams()
         self._fill()

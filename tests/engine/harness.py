@@ -1,0 +1,162 @@
+"""The real engine in process, driven command by command, with everything it answers checked.
+
+It keeps what a broker would: the tokens of every session as the journals tell them, and that each
+request gets its replies in order with exactly one final one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from stateroom.caches.session import SessionCache
+from stateroom.client import protocol as p
+from stateroom.daemon.engine.commands import Commands
+from stateroom.daemon.engine.engine import Engine
+from stateroom.daemon.engine.model import LoadedModel
+from stateroom.daemon.engine.session import Session
+from stateroom.daemon.link import Adopt, Answer, CancelCommand, Command
+from stateroom.daemon.scheduler import Pace
+
+TURNS_MAX = 5_000
+FINAL = p.Result | p.ErrorBody
+
+
+class Bench:
+    """An engine and the broker's view of it."""
+
+    def __init__(self, loaded: LoadedModel, **options: object) -> None:
+        self.loaded = loaded
+        self.bodies: dict[int, list[p.Body]] = {}
+        self.journal: dict[str, list[int]] = {}
+        self.incidents: list[BaseException] = []
+        self.forks: dict[int, tuple[str, list[str]]] = {}
+        self._rids = itertools.count(1)
+        self._names = itertools.count(1)
+        options.setdefault("pace", Pace(idle_ms=5.0))
+        self.engine = Engine(
+            loaded,
+            clock_ms=lambda: time.monotonic() * 1000.0,
+            emit=self._emit,
+            report=self._report,
+            **options,  # type: ignore[arg-type]
+        )
+        self.commands = Commands(self.engine)
+
+    def _report(self, error: BaseException) -> str:
+        self.incidents.append(error)
+        return "incident"
+
+    def _emit(self, answer: Answer) -> None:
+        bodies = self.bodies[answer.rid]
+        assert not bodies or not isinstance(bodies[-1], FINAL), "a reply after the final one"
+        bodies.append(answer.body)
+        if answer.journal is not None:
+            told = self.journal.setdefault(answer.journal.session, [])
+            assert answer.journal.keep <= len(told)
+            told[answer.journal.keep :] = answer.journal.tokens
+        if answer.rid in self.forks and isinstance(answer.body, p.ForkResult):
+            parent, children = self.forks[answer.rid]
+            for child in children:
+                self.journal[child] = list(self.journal[parent])
+
+    # ------------------------------------------------------------ driving
+
+    def start(self, request: p.Request, session: str | None = None) -> int:
+        """Hands a request over without running it."""
+        rid = next(self._rids)
+        self.bodies[rid] = []
+        children = []
+        if isinstance(request, p.Open):
+            session = f"s{next(self._names)}"
+        else:
+            session = session or getattr(request, "session", None)
+        if isinstance(request, p.Fork):
+            children = [f"s{next(self._names)}" for _ in range(request.n)]
+            self.forks[rid] = (session or "", children)
+        self.commands.take(Command(rid, request, session, children))
+        return rid
+
+    def adopt(self, session: str, tokens: Sequence[int]) -> p.Body:
+        rid = next(self._rids)
+        self.bodies[rid] = []
+        self.commands.take(Adopt(rid, session, list(tokens)))
+        return self.finish(rid)
+
+    def cancel(self, rid: int) -> None:
+        self.commands.take(CancelCommand(rid))
+
+    def finish(self, *rids: int) -> p.Body:
+        """Runs until these requests have their final replies; gives the last one's."""
+        for _ in range(TURNS_MAX):
+            if all(self.final(rid) is not None for rid in rids):
+                body = self.final(rids[-1])
+                assert body is not None
+                return body
+            self.engine.step()
+        raise AssertionError(f"no final reply within {TURNS_MAX} turns")
+
+    def idle(self) -> None:
+        """Runs until nothing is left to do."""
+        for _ in range(TURNS_MAX):
+            if not self.engine.step():
+                return
+        raise AssertionError(f"not idle within {TURNS_MAX} turns")
+
+    def call(self, request: p.Request) -> p.Body:
+        return self.finish(self.start(request))
+
+    def final(self, rid: int) -> p.Body | None:
+        bodies = self.bodies[rid]
+        return bodies[-1] if bodies and isinstance(bodies[-1], FINAL) else None
+
+    # ------------------------------------------------------------ in short
+
+    def open(self, tokens: Sequence[int] = (), **arguments: object) -> str:
+        body = self.call(p.Open(tokens=list(tokens), **arguments))  # type: ignore[arg-type]
+        assert isinstance(body, p.OpenResult), body
+        return body.session
+
+    def decode(self, session: str, max_tokens: int, **arguments: object) -> p.DecodeResult:
+        body = self.call(p.Decode(session=session, max_tokens=max_tokens, **arguments))  # type: ignore[arg-type]
+        assert isinstance(body, p.DecodeResult), body
+        return body
+
+    def session(self, session_id: str) -> Session:
+        return self.engine.sessions[session_id]
+
+    # ------------------------------------------------------------ the law
+
+    def next_logits(self, session_id: str) -> np.ndarray:
+        """What the session would decode from next, without touching it; computes what is missing."""
+        session = self.session(session_id)
+        cache = session.cache.fork() if session.cache is not None else SessionCache.create(self.loaded.model)
+        fed = session.tokens[session.stored :]
+        logits = cache.forward(self.loaded.model, mx.array([fed], dtype=mx.uint32))
+        return np.array(logits[0, -1].astype(mx.float32))
+
+    def fresh_logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """The same in one pass over mlx-lm's own caches, which have never seen anything else."""
+        caches = make_prompt_cache(self.loaded.model)
+        logits = self.loaded.model(mx.array([list(tokens)], dtype=mx.uint32), cache=caches)
+        return np.array(logits[0, -1].astype(mx.float32))
+
+    def check_law(self, session_id: str, bound: float = 1e-4) -> None:
+        """Next logits equal a fresh session's; tokens, KV and journal agree."""
+        session = self.session(session_id)
+        assert self.journal[session_id] == session.tokens
+        held = session.cache.offsets[0] if session.cache is not None else 0
+        assert session.stored == held
+        assert not session.lent
+        assert session.stored <= max(session.length - 1, 0)
+        if not session.tokens:
+            return
+        got, wanted = self.next_logits(session_id), self.fresh_logits(session.tokens)
+        assert np.isfinite(got).all()
+        error = np.abs(got - wanted).max() / max(np.abs(wanted).max(), 1e-6)
+        assert error <= bound, f"{session_id}: logits differ by {error:.2e} of their size"
