@@ -23,6 +23,8 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from stateroom.caches.errors import Mismatch
+
 Cache = Any  # one of mlx-lm's cache classes; they share no useful base type
 
 
@@ -32,28 +34,29 @@ class Species:
 
     kind: str
     batches: Callable[[Cache], bool]
-    floor: Callable[[Cache], int]  # the shortest length that trim reaches exactly, from the plain cache
+    floor: Callable[[Cache, int], int]  # the shortest length that trim reaches exactly, from this length
     scalars: Callable[[Cache], Hashable]  # what must be equal for two to merge
 
 
-def _chunk_floor(cache: Cache) -> int:
+def _chunk_floor(cache: Cache, length: int) -> int:
     # The next token attends from the start of its chunk on; what lies before start_position is gone.
-    gone = int(cache.start_position)
-    chunk = int(cache.chunk_size)
-    return 0 if gone == 0 else -(-gone // chunk) * chunk
+    start, chunk = int(cache.start_position), int(cache.chunk_size)
+    return min(length, -(-start // chunk) * chunk)
 
 
 SPECIES: dict[type, Species] = {
-    KVCache: Species("full", lambda c: True, lambda c: 0, lambda c: ()),
-    QuantizedKVCache: Species("quantised", lambda c: False, lambda c: 0, lambda c: (c.bits, c.group_size)),
+    KVCache: Species("full", lambda c: True, lambda c, length: 0, lambda c: ()),
+    QuantizedKVCache: Species(
+        "quantised", lambda c: False, lambda c, length: 0, lambda c: (c.bits, c.group_size)
+    ),
     RotatingKVCache: Species(
         "window",
         lambda c: c.keep == 0,  # mlx-lm's batched window forgets the pinned tokens
-        lambda c: 0 if c.offset < c.max_size else c.offset,
+        lambda c, length: 0 if length < c.max_size else length,  # once it is full, old tokens are overwritten
         lambda c: (c.max_size, c.keep),
     ),
     ChunkedKVCache: Species("chunked", lambda c: False, _chunk_floor, lambda c: c.chunk_size),
-    ArraysCache: Species("state", lambda c: True, lambda c: 0 if c.empty() else -1, lambda c: len(c.cache)),
+    ArraysCache: Species("state", lambda c: True, lambda c, length: length, lambda c: len(c.cache)),
 }
 
 
@@ -87,12 +90,18 @@ def signature(cache: Cache) -> Hashable:
     return (type(cache).__name__, SPECIES[type(cache)].scalars(cache))
 
 
+def scheme(cache: Cache) -> str:
+    return f"affine{cache.bits}" if type(cache) is QuantizedKVCache else "dense"
+
+
 def floor(cache: Cache, length: int) -> int:
-    """The shortest length that a plain cache of `length` tokens can be trimmed to, exactly."""
+    """The shortest length that `length` tokens can be trimmed to, exactly.
+
+    `cache` is the plain cache that holds them; for kinds that batch, any of its kind does.
+    """
     if type(cache) is CacheList:
         return max((floor(part, length) for part in cache.caches), default=0)
-    least = SPECIES[type(cache)].floor(cache)
-    return length if least < 0 else min(least, length)
+    return SPECIES[type(cache)].floor(cache, length)
 
 
 def trim(cache: Cache, n: int) -> None:
@@ -111,9 +120,20 @@ def merge(plain: Sequence[Cache], lengths: Sequence[int], blank: Cache) -> Cache
     if type(blank) is CacheList:
         parts = [merge([c[i] for c in plain], lengths, part) for i, part in enumerate(blank.caches)]
         return CacheList(*parts)
-    if type(blank) is ArraysCache and not any(lengths):
+    if type(blank) is ArraysCache:
+        blank.cache = [_stacked(entry) for entry in zip(*(c.cache for c in plain), strict=True)]
         return blank
-    return type(blank).merge(list(plain))
+    # mlx-lm's window can't merge a cache that was trimmed to nothing, but an unused one.
+    used = [cache if length else duplicate(blank) for cache, length in zip(plain, lengths, strict=True)]
+    return type(blank).merge(used)
+
+
+def _stacked(entry: tuple[mx.array | None, ...]) -> mx.array | None:
+    """One array of a recurrent state for all rows, [B, ...]."""
+    held = [array for array in entry if array is not None]
+    if held and len(held) != len(entry):
+        raise Mismatch("rows with and without a recurrent state")
+    return mx.concatenate(held) if held else None
 
 
 def extract(cache: Cache, row: int, length: int, blank: Cache) -> Cache:

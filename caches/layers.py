@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from stateroom.caches.masks import Mask
 from stateroom.caches.rows import PackedRows
+from stateroom.kernels.dispatch import decode_attention
 
 
 class FullLayer:
@@ -31,6 +32,14 @@ class FullLayer:
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         return self.rows.mask(n, window_size, return_array)
+
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask = None
+    ) -> mx.array:
+        """The read of this layer: queries [B, H, N, D] against what `update_and_fetch` returned."""
+        if queries.shape[2] == 1 and not isinstance(mask, str):
+            return decode_attention(queries, keys, values, scale, mask)
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         return self.rows.live(self.index)

@@ -74,7 +74,7 @@ class Layout:
         held = self.offset[row]
         if not 0 <= n <= held:
             raise ValueError(f"can't trim {n} tokens from row {row}, which holds {held}")
-        return Layout(self.left_pad, self.offset[:row] + (held - n,) + self.offset[row + 1 :])
+        return Layout(self.left_pad, (*self.offset[:row], held - n, *self.offset[row + 1 :]))
 
     def filter(self, keep: Sequence[int]) -> tuple[Layout, int]:
         """The rows of `keep`, in its order, and the columns of padding cut off the front of all of them."""

@@ -146,7 +146,7 @@ class PackedRows:
 
     @classmethod
     def merge_rows(cls, sources: Sequence[PackedRows]) -> PackedRows:
-        """All rows in one group, in order, aligned at their ends by zeros in front. The sources stay as they are.
+        """All rows in one group, in order, aligned at the right. The sources stay as they are.
 
         Raises `Mismatch` when planes differ in number, heads, field width or dtype.
         """
@@ -174,19 +174,21 @@ class PackedRows:
         ]
         return self._made(planes, only)
 
-    def filter_rows(self, keep: Sequence[int]) -> None:
-        """Keeps the rows of `keep`, in its order; padding that all of them share goes. None is legal."""
+    def filtered(self, keep: Sequence[int]) -> PackedRows:
+        """The rows of `keep`, in its order, without the padding that all of them share. None is legal."""
         self._refuse_inside_forward()
         layout, cut = self.layout.filter(keep)
-        if list(keep) == list(range(self.layout.rows)) and not cut:
-            return
         if not layout.width:
-            self.planes, self.layout = [None] * len(self.planes), layout
-            return
+            return self._made([None] * len(self.planes), layout)
         index = mx.array(list(keep), dtype=mx.int32)
         end = cut + layout.width
-        planes = [None if p is None else mx.take(p[:, :, cut:end], index, axis=0) for p in self.planes]
-        kept = self._made(planes, layout)
+        return self._made(
+            [None if p is None else mx.take(p[:, :, cut:end], index, axis=0) for p in self.planes], layout
+        )
+
+    def filter_rows(self, keep: Sequence[int]) -> None:
+        """`filtered`, in place."""
+        kept = self.filtered(keep)
         self.planes, self.layout = kept.planes, kept.layout
 
     def trim(self, row: int, n: int) -> None:
