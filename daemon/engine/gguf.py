@@ -170,19 +170,21 @@ def weights(file: GGUF, *, dense: bool) -> dict[str, mx.array]:
     """The weights by mlx-lm's names, lazy.
 
     Args:
-        dense: all in float32; else as stored.
+        dense: all in float32; else as stored, with norms in the type of the embedding, since a model
+            computes in the widest type that it meets.
 
     Raises:
         ModelError: the file has a tensor that a llama has no place for.
     """
     made: dict[str, mx.array] = {}
+    embedding = file.tensors.get("token_embd.scales", file.tensors["token_embd.weight"])
     for name, tensor in file.tensors.items():
         if name == _ROPE_FACTORS:
             continue
         stem, _, kind = name.rpartition(".")
         target = f"{_module(file, stem)}.{kind}"
         if not dense:
-            made[target] = tensor
+            made[target] = tensor.astype(embedding.dtype) if tensor.ndim == 1 else tensor
         elif kind not in ("scales", "biases"):
             made[target] = _dense(file, stem, kind)
     return made

@@ -94,24 +94,21 @@ def load(spec: str, model_id: str | None = None) -> LoadedModel:
     """Loads a model and evaluates its weights.
 
     Args:
-        spec: a directory, a `.gguf` file, or a Hugging Face id (fetched unless it is in the local cache).
+        spec: a directory (of mlx-lm's form, or with one GGUF file), a `.gguf` file, or a Hugging Face id
+            (fetched unless it is in the local cache).
         model_id: the model's name; by default the last part of `spec`.
 
     Raises:
         ModelError: permanent for a wrong path, a wrong configuration or an unknown architecture.
     """
     begin = time.monotonic()
-    path = _local(spec)
-    if path is not None and path.is_file():
-        model, tokenizer, config = _load_gguf(path)
-    else:
-        model, tokenizer, config = _load_directory(path or _fetch(spec))
+    path = _local(spec) or _fetch(spec)
+    is_file = path.is_file()
+    model, tokenizer, config = (_load_gguf if is_file else _load_directory)(path)
     model.freeze()
     mx.eval(model.parameters())
     return LoadedModel(
-        id=model_id or Path(spec).stem
-        if path is not None and path.is_file()
-        else model_id or Path(spec).name,
+        id=model_id or (Path(spec).stem if is_file else Path(spec).name),
         model=model,
         tokenizer=tokenizer,
         config=config,
@@ -148,13 +145,20 @@ def blas_in_use() -> str:
 
 
 def _local(spec: str) -> Path | None:
-    """The path that a spec means, or None for a Hugging Face id."""
+    """The GGUF file or the directory that a spec means; None for a Hugging Face id."""
     path = Path(spec).expanduser()
+    if path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        if (path / "config.json").exists() or not files:
+            return path
+        if len(files) > 1:
+            raise ModelError(f"{spec} holds {len(files)} .gguf files; give the path of one.", permanent=True)
+        return files[0]
     if path.exists():
-        if path.is_file() and path.suffix != ".gguf":
+        if path.suffix.lower() != ".gguf":
             raise ModelError(f"{spec} is neither a model directory nor a .gguf file.", permanent=True)
         return path
-    if path.suffix == ".gguf" or not HF_ID.fullmatch(spec):
+    if path.suffix.lower() == ".gguf" or not HF_ID.fullmatch(spec):
         raise ModelError(f"There is no model at {spec}.", permanent=True)
     return None
 
@@ -255,7 +259,7 @@ class FactoredRoPE(nn.Module):
     """Rotary embedding of neighbouring pairs with given wavelengths."""
 
     def __init__(self, dims: int, wavelengths: mx.array) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.dims = dims
         self._wavelengths = wavelengths  # underscore: no parameter of the model
 

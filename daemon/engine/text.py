@@ -72,7 +72,9 @@ class Tokenizer:
         eos: Iterable[int] = (),
         render: Render | None = None,
     ) -> Tokenizer:
-        """Over a tokenizer of the `tokenizers` library."""
+        """Over a tokenizer of the `tokenizers` library, which is set never to cut or pad."""
+        backend.no_truncation()
+        backend.no_padding()
         return cls(
             _encoder(backend),
             _decoder(backend),
@@ -91,7 +93,7 @@ class Tokenizer:
         render = _wrapper_render(wrapper) if wrapper.has_chat_template else None
         ends = frozenset(eos) | frozenset(wrapper.eos_token_ids)
         prefix = _prefix_of(inner)
-        if isinstance(backend, tokenizers.Tokenizer):
+        if isinstance(backend, tokenizers.Tokenizer) and _agrees(inner, backend):
             return cls.over(backend, prefix=prefix, eos=ends, render=render)
         return cls(
             lambda text: list(inner.encode(text, add_special_tokens=False)),
@@ -142,13 +144,17 @@ class Tokenizer:
                 field="messages",
             ) from error
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of a whole session's tokens, special tokens shown, spaces as they are."""
+    def decode(self, tokens: Sequence[int], *, first: bool = True) -> str:
+        """The text of tokens, special tokens shown, spaces as they are.
+
+        Args:
+            first: the tokens begin their session; some tokenizers put a space there that isn't shown.
+        """
         if self.pieces is None:
             return self._decode(tokens) if tokens else ""
         pieces = self.pieces
         text = b"".join([pieces[token] for token in tokens]).decode("utf-8", "replace")
-        return text[1:] if pieces.stripped and text.startswith(" ") else text
+        return text[1:] if first and pieces.stripped and text.startswith(" ") else text
 
     def decode_window(self, tokens: Sequence[int]) -> str:
         """What the library itself makes of a few tokens; for tokenizers without pieces."""
@@ -177,6 +183,16 @@ def _anchor(encode: Callable[[str], list[int]]) -> tuple[str, list[int]] | None:
     if pair[: len(single)] == single and pair[len(single) :] != encode("a"):
         return "\n", single
     return None
+
+
+def _agrees(inner: Any, backend: tokenizers.Tokenizer) -> bool:
+    """Whether the Python class adds nothing of its own to the Rust tokenizer below it."""
+    backend.no_truncation()
+    return all(
+        list(inner.encode(probe, add_special_tokens=False))
+        == backend.encode(probe, add_special_tokens=False).ids
+        for probe in _PROBES
+    )
 
 
 def _prefix_of(inner: Any) -> list[int]:
@@ -277,16 +293,18 @@ def _declared_pieces(backend: tokenizers.Tokenizer) -> ByteLevelPieces | Metaspa
         return None
     declared = json.loads(backend.decoder.__getstate__())
     steps = declared["decoders"] if declared["type"] == "Sequence" else [declared]
-    kinds = [step["type"] for step in steps]
+    kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
-        return ByteLevelPieces(backend)
-    if "Metaspace" in kinds or "ByteFallback" in kinds:
-        stripped = any(
-            step["type"] == "Strip" or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
-            for step in steps
-        )
-        return MetaspacePieces(backend, stripped=stripped, byte_tokens="ByteFallback" in kinds)
-    return None
+        return ByteLevelPieces(backend) if kinds <= {"ByteLevel", "Fuse"} else None
+    if not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+        return None
+    if not kinds & {"Replace", "Metaspace"}:
+        return None
+    stripped = any(
+        step["type"] == "Strip" or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
+        for step in steps
+    )
+    return MetaspacePieces(backend, stripped=stripped, byte_tokens="ByteFallback" in kinds)
 
 
 # ---------------------------------------------------------------- incremental decoding
