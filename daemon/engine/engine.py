@@ -183,8 +183,11 @@ class Engine:
             try:
                 batch.join(streams)
             except Exception as error:
-                for stream in streams:
-                    self._stream_failed(stream, error)
+                if any(stream in batch.members for stream in streams):
+                    self._batch_failed(batch, error)
+                else:  # merging failed before anything moved; those who decode go on
+                    for stream in streams:
+                        self._stream_failed(stream, error)
 
     def _has_place(
         self, batch: Batch, groups: dict[int, tuple[Batch, list[Stream]]], cache: SessionCache
@@ -353,13 +356,13 @@ class Engine:
 
     def finish_fill(self, fill: Fill) -> None:
         """The common end of prefill, sync and trim: a length and a receipt."""
-        if fill.cancelled and not fill.done:
+        cancelled = fill.cancelled and not fill.done
+        if cancelled:
             fill.end_cancelled()
-        now = self.clock_ms()
         result = LengthResult(
             length=fill.session.length,
-            receipt=fill.receipt(now),
-            finish="cancelled" if fill.cancelled and not fill.done else "done",
+            receipt=fill.receipt(self.clock_ms()),
+            finish="cancelled" if cancelled else "done",
         )
         fill.session.origin = "session"
         keep = min(fill.change.keep, fill.session.length)

@@ -85,6 +85,7 @@ class Bench:
     def adopt(self, session: str, tokens: Sequence[int]) -> p.Body:
         rid = next(self._rids)
         self.bodies[rid] = []
+        self.journal[session] = list(tokens)
         self.commands.take(Adopt(rid, session, list(tokens)))
         return self.finish(rid)
 

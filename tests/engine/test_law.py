@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from stateroom.client import protocol as p
-
 from tests.engine.harness import Bench
 from tests.tiny import make_tiny_model
+
+from stateroom.client import protocol as p
 
 SESSIONS_MOST = 5
 LENGTH_MOST = 40
@@ -195,7 +195,7 @@ class Operations(RuleBasedStateMachine):
         self.touched.clear()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "window", "hybrid"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "lfm2", "falcon_h1", "mamba"])
 def test_law(architecture: str) -> None:
     machine = type(f"Operations_{architecture}", (Operations,), {"architecture": architecture})
     from hypothesis.stateful import run_state_machine_as_test
