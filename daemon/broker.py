@@ -1,0 +1,154 @@
+"""The daemon's one process: sockets, timers and the end of it, around parts that know nothing of them.
+
+    clients ══ PublicSocket ── Desk ── Work ── Supervisor ── LinkSocket ══ engine workers
+                                 └─ Tickets, Peers, Catalog, Watchers, Metrics (pure)
+
+Nothing here waits for an engine. One asyncio loop, callbacks only; the tasks are the workers' lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+from structlog.typing import FilteringBoundLogger
+
+from stateroom.daemon.blas import Blas
+from stateroom.daemon.catalog import Catalog
+from stateroom.daemon.clock import Clock, monotonic_s
+from stateroom.daemon.config import Config
+from stateroom.daemon.desk import Desk
+from stateroom.daemon.logs import incident
+from stateroom.daemon.metrics import Metrics
+from stateroom.daemon.peers import Peer, Peers
+from stateroom.daemon.shelf import Shelf
+from stateroom.daemon.sockets import PublicSocket
+from stateroom.daemon.supervisor import Supervisor
+from stateroom.daemon.tickets import Tickets
+from stateroom.daemon.watchers import Watchers
+from stateroom.daemon.work import Work
+
+TICK_S = 1.0  # housekeeping: expired sessions, silent workers
+FLUSH_S = 0.02  # while replies wait for clients that do not read
+POLL_S = 0.01  # while the daemon waits for its own end
+FLUSH_LAST_S = 0.3  # for the last replies at the daemon's end
+
+
+class Broker:
+    """One daemon. Make it inside a running event loop; `start`, then `stop`, once each."""
+
+    def __init__(
+        self, config: Config, log: FilteringBoundLogger, blas: Blas, clock: Clock = monotonic_s
+    ) -> None:
+        self.config, self.log, self._clock = config, log, clock
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = PublicSocket(
+            self._context,
+            lambda routing_id, fd, frames: self.desk.receive(routing_id, fd, frames),
+            lambda fd: self.peers.lost(fd),
+        )
+        self._tick_alarm, self._flush_alarm = _Alarm(self._tick), _Alarm(self._flush)
+        self._watch_alarm = _Alarm(lambda: self.watchers.tick())
+        self.metrics = Metrics()
+        self.peers = Peers(self._socket.send, self._vanished, lambda: self._flush_alarm.ring_in(FLUSH_S))
+        self.catalog = Catalog(clock)
+        self.tickets = Tickets(
+            self.peers,
+            self.metrics,
+            clock,
+            log,
+            lambda peer: self.work.cut(peer),
+            log_content=config.log_content,
+        )
+        self.supervisor = Supervisor(config, self._context, clock, self.metrics, log, blas)
+        self.watchers = Watchers(self.tickets, clock, lambda: self.desk.stats(), self._watch_alarm.ring_in)
+        self.work = Work(self.tickets, self.catalog, self.supervisor, self.watchers, self.metrics, log)
+        self.supervisor.listener = self.work
+        self.desk = Desk(
+            self.peers,
+            self.tickets,
+            self.catalog,
+            self.supervisor,
+            self.work,
+            self.watchers,
+            Shelf(config.models, config.models_dir, config.allow_any_model),
+            self.metrics,
+            log,
+        )
+
+    def start(self) -> str:
+        """Binds, starts the engines of the given models, and gives the endpoint."""
+        asyncio.get_running_loop().set_exception_handler(self._unexpected)
+        endpoint = self._socket.bind(self.config.endpoint)
+        for spec in self.config.models:
+            self.supervisor.ensure(self.supervisor.engine_for(spec))
+        self._tick_alarm.ring_in(TICK_S)
+        return endpoint
+
+    async def stop(self) -> None:
+        """Refuses what is new, ends what runs, ends the workers, sends the last replies."""
+        self.desk.admitting = False
+        self.work.end_all_held()
+        await _until(lambda: len(self.tickets) == 0, self.config.patience.finals_s)
+        await self.supervisor.stop()  # what a worker still had ends as `engine_lost`
+        await _until(lambda: not self.peers.waiting, FLUSH_LAST_S)
+        for alarm in (self._tick_alarm, self._flush_alarm, self._watch_alarm):
+            alarm.stop()
+        self._socket.close()
+        self._context.term()
+
+    def _tick(self) -> None:
+        self._tick_alarm.ring_in(TICK_S)
+        self.work.expire()
+        self.supervisor.tick()
+
+    def _flush(self) -> None:
+        self.peers.flush()
+        if self.peers.waiting:
+            self._flush_alarm.ring_in(FLUSH_S)
+
+    def _vanished(self, peer: Peer) -> None:
+        self.metrics.count("clients_vanished")
+        self.work.vanish(peer)
+
+    def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What no part handled: ours, to be found in the log, and no reason to leave."""
+        name = incident()
+        self.log.error(
+            "internal error", incident=name, what=context["message"], exc_info=context.get("exception")
+        )
+
+
+async def _until(done: Callable[[], bool], seconds: float) -> None:
+    """Polls: at the daemon's end only, and briefly."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + seconds
+    while not done() and loop.time() < until_s:  # noqa: ASYNC110
+        await asyncio.sleep(POLL_S)
+
+
+class _Alarm:
+    """Calls back once at the earliest of the times asked for."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
+        self._handle: asyncio.TimerHandle | None = None
+
+    def ring_in(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        if self._handle is not None:
+            if self._handle.when() <= loop.time() + seconds:
+                return
+            self._handle.cancel()
+        self._handle = loop.call_later(seconds, self._ring)
+
+    def _ring(self) -> None:
+        self._handle = None
+        self._callback()
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None

@@ -1,0 +1,199 @@
+"""The sessions that there are: whose they are, what they hold, what has them now. In memory.
+
+The catalog is the owner of a session's tokens between engines: a worker's journal updates them with
+every answer, so that the sessions of a dead worker can be handed to the next.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from stateroom.client.errors import Capacity, Exists, NotFound
+from stateroom.client.limits import SESSIONS_MAX
+from stateroom.client.protocol import KindCaps, SessionClass, SessionInfo
+from stateroom.daemon.clock import Clock
+from stateroom.daemon.lifecycle import SESSIONS, SessionEvent, SessionState, after
+from stateroom.daemon.link import Journal
+
+SESSION_ID_BYTES = 18  # 144 random bits: an id can't be guessed
+RETRY_AFTER_S = 1.0  # told to whoever meets the limit of sessions
+NO_ENGINE = -1  # generation of a session that is in no worker: it holds tokens only
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One session. `generation` is that of the worker that knows it; `running` is the rid that has it."""
+
+    id: str
+    owner: str
+    name: str | None
+    model: str
+    session_class: SessionClass
+    ttl_s: float | None
+    created_s: float
+    used_s: float
+    parents: list[str] = field(default_factory=list)
+    state: SessionState = SessionState.OPENING
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    private_bytes: int = 0
+    shared_bytes: int = 0
+    resident: bool = False
+    kinds: list[KindCaps] = field(default_factory=list)
+    generation: int = NO_ENGINE
+    running: int | None = None
+    running_op: str | None = None
+    held: int | None = None  # rid of the `sync` or `close` that waits for the running request's end
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    def advance(self, event: SessionEvent) -> None:
+        self.state = after(SESSIONS, self.state, event)
+
+    def journal(self, change: Journal) -> None:
+        if not 0 <= change.keep <= len(self.tokens):
+            raise AssertionError(f"a journal keeps {change.keep} of {len(self.tokens)} tokens")
+        del self.tokens[change.keep :]
+        self.tokens.extend(change.tokens)
+        self.private_bytes, self.shared_bytes = change.private_bytes, change.shared_bytes
+        self.resident = change.resident
+
+    def forget_engine(self) -> None:
+        """Its worker is gone: what remains is its tokens."""
+        self.generation, self.resident = NO_ENGINE, False
+        self.private_bytes = self.shared_bytes = 0
+
+
+class Catalog:
+    """Sessions by id and by name. Names are unique per owner; ids belong to one owner."""
+
+    def __init__(self, clock: Clock, sessions_max: int = SESSIONS_MAX) -> None:
+        self._clock = clock
+        self._sessions_max = sessions_max
+        self._sessions: dict[str, Session] = {}
+        self._names: dict[tuple[str, str], Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
+    def owned(self, owner: str) -> list[Session]:
+        return [session for session in self._sessions.values() if session.owner == owner]
+
+    def get(self, session_id: str) -> Session | None:
+        return self._sessions.get(session_id)
+
+    def find(self, owner: str, reference: str) -> Session:
+        """An own session by its id or name.
+
+        Raises:
+            NotFound: none such, or it is another owner's; both sound the same.
+        """
+        session = self._sessions.get(reference)
+        if session is None or session.owner != owner:
+            session = self._names.get((owner, reference))
+        if session is None:
+            raise NotFound("You have no such session; `list` tells those you have.", field="session")
+        return session
+
+    def add(
+        self,
+        owner: str,
+        model: str,
+        names: list[str | None],
+        session_class: SessionClass,
+        ttl_s: float | None,
+        parents: list[str],
+    ) -> list[Session]:
+        """New sessions, one for each entry of `names`, all of them or none.
+
+        Raises:
+            Exists: the owner has a session of that name.
+            Capacity: there are too many sessions.
+        """
+        for name in names:
+            if name is not None and (owner, name) in self._names:
+                raise Exists(f"You have a session named {name!r} already; close it or take another name.")
+        if len(self._sessions) + len(names) > self._sessions_max:
+            raise Capacity(
+                f"There can be {self._sessions_max} sessions; close some.", retry_after_s=RETRY_AFTER_S
+            )
+        now_s = self._clock()
+        made = [
+            Session(
+                id=secrets.token_urlsafe(SESSION_ID_BYTES),
+                owner=owner,
+                name=name,
+                model=model,
+                session_class=session_class,
+                ttl_s=ttl_s,
+                created_s=now_s,
+                used_s=now_s,
+                parents=list(parents),
+            )
+            for name in names
+        ]
+        for session in made:
+            self._sessions[session.id] = session
+            if session.name is not None:
+                self._names[owner, session.name] = session
+        return made
+
+    def remove(self, session: Session) -> None:
+        """Takes a closed session out; its name is free again."""
+        assert session.state is SessionState.CLOSED
+        del self._sessions[session.id]
+        if session.name is not None:
+            del self._names[session.owner, session.name]
+
+    def touch(self, session: Session) -> None:
+        session.used_s = self._clock()
+
+    def expired(self) -> list[Session]:
+        """Idle sessions that nobody used for their `ttl_s`."""
+        now_s = self._clock()
+        return [
+            session
+            for session in self._sessions.values()
+            if session.ttl_s is not None
+            and session.state is SessionState.IDLE
+            and now_s - session.used_s >= session.ttl_s
+        ]
+
+    def info(self, session: Session) -> SessionInfo:
+        now_s = self._clock()
+        return SessionInfo(
+            session=session.id,
+            name=session.name,
+            owner=session.owner,
+            model=session.model,
+            session_class=session.session_class,
+            length=session.length,
+            state=_SHOWN_AS[session.state],
+            tier="resident" if session.resident else "tokens",
+            kinds=session.kinds,
+            private_bytes=session.private_bytes,
+            shared_bytes=session.shared_bytes,
+            age_s=now_s - session.created_s,
+            idle_s=now_s - session.used_s if session.running is None else 0.0,
+            ttl_s=session.ttl_s,
+            parents=list(session.parents),
+            running=session.running_op,
+        )
+
+
+_SHOWN_AS = {
+    SessionState.OPENING: "running",
+    SessionState.IDLE: "idle",
+    SessionState.RUNNING: "running",
+    SessionState.REPLACING: "running",
+    SessionState.ENDING: "running",
+    SessionState.CLOSING: "running",
+    SessionState.CLOSED: "idle",
+}

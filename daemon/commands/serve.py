@@ -1,0 +1,79 @@
+"""`stateroom serve`."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+import typer
+
+from stateroom.client.paths import check_endpoint, default_endpoint, ipc_path, runtime_dir
+from stateroom.daemon.config import Config, model_specs, parse_bytes
+from stateroom.daemon.exits import CONFIG, Leave
+from stateroom.daemon.logs import LogFormat
+from stateroom.daemon.models import models_dir
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def serve(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="To load: an installed name, a directory, a GGUF file or a Hugging Face id."),
+    ] = None,
+    endpoint: Annotated[str | None, typer.Option(help="Where to listen", envvar="STATEROOM_ENDPOINT")] = None,
+    kv_budget: Annotated[
+        str | None, typer.Option(help="The most that sessions may take of the GPU's memory, like 8GiB.")
+    ] = None,
+    allow_any_model: Annotated[
+        bool, typer.Option(help="Let clients open any model by its path or Hugging Face id.")
+    ] = False,
+    log: Annotated[LogFormat, typer.Option(help="The log's form, on stderr.", envvar="STATEROOM_LOG")] = (
+        "console"
+    ),
+    log_level: Annotated[LogLevel, typer.Option(help="The least that is logged.")] = "info",
+    log_content: Annotated[
+        bool, typer.Option(help="Log prompts and answers too; by default they never are.")
+    ] = False,
+) -> None:
+    """Run the daemon in the foreground, until Ctrl-C or `stateroom stop`."""
+    from stateroom.daemon.serve import serve as run
+
+    where = endpoint or default_endpoint()
+    check_endpoint(where)
+    check_public(where)
+    path = ipc_path(where)
+    config = Config(
+        endpoint=where if path is None else f"ipc://{path}",
+        runtime_dir=runtime_dir(),
+        models_dir=models_dir(),
+        models=model_specs(model or [], models_dir()),
+        allow_any_model=allow_any_model,
+        kv_budget_bytes=parse_bytes(kv_budget) if kv_budget else None,
+        log_format=log,
+        log_level=log_level,
+        log_content=log_content,
+    )
+    raise typer.Exit(run(config))
+
+
+def check_public(endpoint: str) -> None:
+    """Refuses an endpoint that others on the network could reach: nothing there asks who they are.
+
+    Raises:
+        Leave: it is not `ipc://` with a path, nor `tcp://` on this machine alone.
+    """
+    if endpoint.startswith("ipc://"):
+        if ipc_path(endpoint) is None:
+            raise Leave(CONFIG, "An abstract socket (ipc://@…) is open to every user; name a path.")
+        return
+    host = urlsplit(endpoint).hostname or ""
+    if endpoint.startswith("tcp://"):
+        try:
+            if ipaddress.ip_address(host).is_loopback:
+                return
+        except ValueError:
+            pass
+        raise Leave(CONFIG, f"tcp is served on this machine alone: tcp://127.0.0.1:PORT, not {endpoint}.")
+    raise Leave(CONFIG, f"The daemon listens on ipc:// or tcp://127.0.0.1, not on {endpoint}.")

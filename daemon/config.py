@@ -1,0 +1,107 @@
+"""What a daemon is started with: flags and environment as one frozen `Config`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stateroom.daemon.exits import CONFIG, Leave
+from stateroom.daemon.logs import LogFormat
+from stateroom.daemon.models import resolve
+
+WORKER_COMMAND = (sys.executable, "-m", "stateroom.daemon.engine.worker")
+_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long the daemon waits, and for what. Seconds."""
+
+    load_s: float = 900.0  # a worker that has not said a word of its model is ended
+    silence_s: float = 10.0  # a ready worker without a pulse for so long is reported as silent
+    hang_s: float = 60.0  # and is ended after this; a prefill chunk on a slow CPU takes a few
+    stop_s: float = 5.0  # for a worker to leave when its model is unloaded; then SIGTERM
+    term_s: float = 1.0  # from SIGTERM to SIGKILL
+    restart_first_s: float = 0.25  # pause before the first restart, doubled with each
+    restart_most_s: float = 30.0
+    stable_s: float = 60.0  # a worker that was ready for so long starts with the first pause again
+    hold_s: float = 5.0  # requests wait for a restart that is no further away than this
+    finals_s: float = 1.5  # at the daemon's end: for running requests to end as cancelled
+    leave_s: float = 1.0  # at the daemon's end: for workers to leave before SIGTERM
+    kill_s: float = 0.5  # at the daemon's end: from SIGTERM to SIGKILL
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model by the id that clients use, and what the worker loads: a path or a Hugging Face id."""
+
+    id: str
+    spec: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    endpoint: str
+    runtime_dir: Path
+    models_dir: Path
+    models: tuple[ModelSpec, ...] = ()  # loaded at start; the first is the default
+    allow_any_model: bool = False  # clients may name paths and Hugging Face ids
+    kv_budget_bytes: int | None = None
+    log_format: LogFormat = "console"
+    log_level: str = "info"
+    log_content: bool = False
+    worker_command: tuple[str, ...] = WORKER_COMMAND
+    patience: Patience = field(default_factory=Patience)
+
+
+def parse_bytes(text: str) -> int:
+    """`8GiB`, `500MB`, `1073741824`: a size in bytes.
+
+    Raises:
+        Leave: it can't be read, or is nothing.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if found is None or (found[3] and not found[2]):
+        raise Leave(CONFIG, f"{text!r} is no size; write it like 8GiB or 500MB.")
+    unit = _BINARY[found[2]] if found[3] else _UNITS[found[2]]
+    size = int(float(found[1]) * unit)
+    if size <= 0:
+        raise Leave(CONFIG, f"A size of {text!r} leaves no room for anything.")
+    return size
+
+
+def model_id(spec: str) -> str:
+    """The id that clients use: a Hugging Face id as it is, else the file's or directory's name."""
+    if looks_like_path(spec):
+        path = Path(spec)
+        return path.stem if path.suffix.lower() == ".gguf" else path.name
+    return spec
+
+
+def looks_like_path(spec: str) -> bool:
+    """Whether a model is meant to be a local one; `org/name` is a Hugging Face id unless it exists here."""
+    return spec.startswith(("/", "./", "../", "~")) or spec.lower().endswith(".gguf") or Path(spec).exists()
+
+
+def model_specs(specs: list[str], models_dir: Path) -> tuple[ModelSpec, ...]:
+    """The models given at start (installed names, paths, Hugging Face ids), each under an id of its own.
+
+    Raises:
+        Leave: a path that isn't there, or two models of one name.
+    """
+    made: dict[str, ModelSpec] = {}
+    for given in specs:
+        spec = resolve(given, models_dir)
+        if looks_like_path(spec):
+            path = Path(spec).expanduser().resolve()
+            if not path.exists():
+                raise Leave(CONFIG, f"There is no model at {path}.")
+            spec = str(path)
+        known = ModelSpec(model_id(spec), spec)
+        if known.id in made:
+            raise Leave(CONFIG, f"Two models are called {known.id!r}; rename one of the directories.")
+        made[known.id] = known
+    return tuple(made.values())

@@ -1,0 +1,259 @@
+"""Where clients' messages arrive: parsed, admitted, answered on the spot or handed to `Work`.
+
+`hello`, `list`, `info`, `stats`, `cancel` and `watch` are answered from the catalog and never wait for an
+engine.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from structlog.typing import FilteringBoundLogger
+
+from stateroom.client.errors import (
+    Capacity,
+    Internal,
+    Invalid,
+    Malformed,
+    NotFound,
+    ShuttingDown,
+    StateroomError,
+)
+from stateroom.client.limits import (
+    REQUESTS_PER_CLIENT_MAX,
+    REQUESTS_QUEUED_MAX,
+    SUPPORTED_VERSIONS,
+)
+from stateroom.client.protocol import (
+    Cancel,
+    CancelResult,
+    Hello,
+    HelloResult,
+    Info,
+    InfoResult,
+    List,
+    ListResult,
+    Load,
+    ModelInfo,
+    ModelResult,
+    Open,
+    Prefill,
+    Request,
+    ServerLimits,
+    SessionRequest,
+    Stats,
+    StatsResult,
+    Sync,
+    Unload,
+    Watch,
+)
+from stateroom.daemon.catalog import Catalog
+from stateroom.daemon.lifecycle import RequestEvent, RequestState
+from stateroom.daemon.logs import incident
+from stateroom.daemon.metrics import Metrics
+from stateroom.daemon.peers import Peer, Peers
+from stateroom.daemon.requests import Parsed, Refused, parse, read_id
+from stateroom.daemon.shelf import Shelf
+from stateroom.daemon.supervisor import Supervisor
+from stateroom.daemon.tickets import Ticket, Tickets
+from stateroom.daemon.watchers import Watchers
+from stateroom.daemon.work import Work
+
+SERVER = "stateroom"
+RETRY_AFTER_S = 1.0
+AT_ONCE = (Hello, List, Info, Stats, Cancel)  # answered before the next message is read, so not counted
+
+
+class Desk:
+    """Takes messages of clients. Whatever one sends, it gets its answer and the daemon lives."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        tickets: Tickets,
+        catalog: Catalog,
+        supervisor: Supervisor,
+        work: Work,
+        watchers: Watchers,
+        shelf: Shelf,
+        metrics: Metrics,
+        log: FilteringBoundLogger,
+    ) -> None:
+        self._peers, self._tickets, self._catalog = peers, tickets, catalog
+        self._supervisor, self._work, self._watchers = supervisor, work, watchers
+        self._shelf, self._metrics, self._log = shelf, metrics, log
+        self.admitting = True
+
+    def receive(self, routing_id: bytes, descriptor: int, frames: list[bytes]) -> None:
+        """One message: `[body]` of a DEALER, `[b"", body]` of a REQ."""
+        peer, new = self._peers.of(routing_id, descriptor)
+        if new:
+            self._metrics.count("clients_seen")
+        if peer.deaf:
+            self._metrics.count("requests_dropped")
+            return
+        delimited = len(frames) > 1 and frames[0] == b""
+        if len(frames) != 1 + delimited:
+            self._metrics.count("frames_refused")
+            error = Malformed(f"A request is one frame; this message has {len(frames) - delimited}.")
+            self._tickets.refuse(peer, delimited, read_id(frames[-1]), None, error)
+            return
+        try:
+            parsed = parse(frames[-1])
+        except Refused as refused:
+            self._metrics.count("frames_refused")
+            self._tickets.refuse(peer, delimited, refused.request_id, refused.op, refused.error)
+            return
+        except Exception as bug:
+            self._tickets.refuse(peer, delimited, read_id(frames[-1]), None, self._incident(bug))
+            return
+        self._admit(peer, parsed, delimited)
+
+    def _admit(self, peer: Peer, parsed: Parsed, delimited: bool) -> None:
+        problem = self._inadmissible(peer, parsed)
+        if problem is not None:
+            self._tickets.refuse(peer, delimited, parsed.id, parsed.op, problem)
+            return
+        ticket = self._tickets.open(peer, parsed.id, parsed.request, delimited)
+        try:
+            self._serve(ticket, peer, parsed.request)
+        except StateroomError as error:
+            self._tickets.reply(ticket, error.body())
+        except Exception as bug:
+            internal = self._incident(bug)
+            if ticket.state is not RequestState.DONE:
+                self._tickets.reply(ticket, internal.body())
+
+    def _inadmissible(self, peer: Peer, parsed: Parsed) -> StateroomError | None:
+        if not self.admitting:
+            return ShuttingDown("The daemon is stopping; nothing was changed.")
+        if parsed.id in peer.open:
+            return Invalid(
+                f"The id {parsed.id} is that of an open request of yours; take another.", field="id"
+            )
+        if isinstance(parsed.request, AT_ONCE):
+            return None
+        if len(peer.open) >= REQUESTS_PER_CLIENT_MAX:
+            return Capacity(
+                f"{REQUESTS_PER_CLIENT_MAX} requests of one connection may be open at once; await some.",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        if len(self._tickets) >= REQUESTS_QUEUED_MAX:
+            return Capacity(
+                f"{REQUESTS_QUEUED_MAX} requests are open already; try again later.",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        return None
+
+    def _incident(self, bug: Exception) -> Internal:
+        name = incident()
+        self._log.error("internal error", incident=name, exc_info=bug)
+        return Internal(f"This is a bug of the daemon; its log tells more at {name}.", incident=name)
+
+    # ------------------------------------------------------------ operations
+
+    def _serve(self, ticket: Ticket, peer: Peer, request: Request) -> None:
+        if isinstance(request, Hello):
+            self._hello(ticket, peer, request)
+        elif isinstance(request, List):
+            sessions = [self._catalog.info(session) for session in self._catalog.owned(peer.app)]
+            self._tickets.reply(ticket, ListResult(sessions=sessions))
+        elif isinstance(request, Stats):
+            self._tickets.reply(ticket, self.stats())
+        elif isinstance(request, Cancel):
+            self._cancel(ticket, peer, request)
+        elif isinstance(request, Watch):
+            ticket.advance(RequestEvent.SEND)
+            self._watchers.add(ticket, request)
+        elif isinstance(request, Load):
+            self._work.load(ticket, self._supervisor.engine_for(self._shelf.find(request.model)))
+        elif isinstance(request, Unload):
+            self._unload(ticket, request)
+        elif isinstance(request, Open):
+            self._work.open(ticket, request, self._supervisor.engine_for(self._shelf.find(request.model)))
+        elif isinstance(request, SessionRequest | Prefill | Sync):
+            session = self._catalog.find(peer.app, request.session)
+            if isinstance(request, Info):
+                ticket.session = session
+                self._tickets.reply(ticket, InfoResult(info=self._catalog.info(session)))
+            else:
+                self._work.run(ticket, session)
+        else:
+            raise AssertionError(f"{request.op} is in OPERATIONS and has no place here")
+
+    def _hello(self, ticket: Ticket, peer: Peer, request: Hello) -> None:
+        if request.app is not None:
+            peer.app = ticket.owner = request.app
+        peer.client = request.client or peer.client
+        body = HelloResult(
+            server=SERVER,
+            version=_version(),
+            protocol=list(SUPPORTED_VERSIONS),
+            app=peer.app,
+            models=self._models(),
+            limits=ServerLimits(),
+        )
+        self._tickets.reply(ticket, body)
+
+    def _models(self) -> list[ModelInfo]:
+        """Those that can be opened, and those opened by their path, which nothing else lists."""
+        specs = self._shelf.all()
+        engines = {spec.id: self._supervisor.known(spec.id) for spec in specs}
+        engines |= {engine.id: engine for engine in self._supervisor.engines}
+        return [
+            engine.info if engine else ModelInfo(id=name, loaded=False) for name, engine in engines.items()
+        ]
+
+    def _cancel(self, ticket: Ticket, peer: Peer, request: Cancel) -> None:
+        if request.session is not None:
+            session = self._catalog.find(peer.app, request.session)
+            ticket.session = session
+            # The one that waits first: ending the other would let it in.
+            targets = [self._tickets.get(session.held), self._tickets.get(session.running)]
+        else:
+            assert request.request is not None
+            if request.request not in peer.open and request.request not in peer.recent:
+                raise NotFound("You have no such request open.", field="request")
+            targets = [peer.open.get(request.request)]
+        done = [self._end(target) for target in targets if target is not None and target is not ticket]
+        self._tickets.reply(ticket, CancelResult(cancelled=any(done)))
+
+    def _end(self, target: Ticket) -> bool:
+        if target.op == "watch":
+            self._watchers.end(target)
+            return True
+        return self._work.cancel(target)
+
+    def _unload(self, ticket: Ticket, request: Unload) -> None:
+        engine = self._supervisor.known(self._shelf.find(request.model).id)
+        if engine is None:
+            info = ModelInfo(id=self._shelf.find(request.model).id, loaded=False)
+            self._tickets.reply(ticket, ModelResult(model=info))
+        else:
+            self._work.unload(ticket, engine)
+
+    def stats(self) -> StatsResult:
+        """Counters since start, gauges of now."""
+        held = sum(ticket.state is RequestState.HELD for ticket in self._tickets)
+        gauges: dict[str, float] = {
+            "clients": len(self._peers),
+            "requests_open": len(self._tickets),
+            "running": len(self._tickets) - held - len(self._watchers),
+            "queued": held,
+            "watchers": len(self._watchers),
+            "sessions": len(self._catalog),
+            "sessions_resident": sum(session.resident for session in self._catalog),
+            "tokens": sum(session.length for session in self._catalog),
+            "kv_private_bytes": sum(session.private_bytes for session in self._catalog),
+            "kv_shared_bytes": sum(session.shared_bytes for session in self._catalog),
+            "engines_ready": sum(engine.ready for engine in self._supervisor.engines),
+        }
+        models = [engine.health() for engine in self._supervisor.engines]
+        return StatsResult(counters=self._metrics.counters(), gauges=gauges, models=models)
+
+
+def _version() -> str:
+    try:
+        return version("stateroom")
+    except PackageNotFoundError:
+        return "0"

@@ -1,0 +1,122 @@
+"""The places of a daemon on disk: its runtime directory, its lock, its socket file.
+
+The lock is taken before anything is bound, and dies with the process, so that a second daemon can't take the
+socket of the first, and a socket file that is left over is known to be nobody's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TextIO
+
+from stateroom.daemon.exits import FORBIDDEN, RUNNING, Leave
+
+LOCK_NAME = "stateroom.lock"
+ENGINE_SOCKETS = "engine-*.sock"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock: written into it by the daemon that took it."""
+
+    pid: int
+    endpoint: str
+    since: str  # UTC, ISO 8601
+
+
+def make_private(directory: Path) -> None:
+    """Makes the directory with mode 0700, or sees that the one there is ours and nobody else can write to it.
+
+    Raises:
+        Leave: it isn't.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.stat()
+    except OSError as error:
+        raise Leave(FORBIDDEN, f"The directory {directory} can't be made: {error.strerror}.") from error
+    if found.st_uid != os.getuid():
+        raise Leave(FORBIDDEN, f"The directory {directory} belongs to another user; name one of your own.")
+    if stat.S_IMODE(found.st_mode) & 0o022:
+        raise Leave(FORBIDDEN, f"Others can write to {directory}; make it private: chmod 700 {directory}.")
+
+
+class Lock:
+    """A lock file, held from `take` until `release` or the end of the process, however that comes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+
+    def take(self, endpoint: str) -> None:
+        """Takes the lock and writes who has it.
+
+        Raises:
+            Leave: another process holds it.
+        """
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        file = os.fdopen(descriptor, "r+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise Leave(RUNNING, f"A daemon is running already{_described(holder(self.path))}.") from None
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        file.truncate(0)
+        json.dump(asdict(Holder(os.getpid(), endpoint, since)), file)
+        file.flush()
+        self._file = file
+
+    def release(self) -> None:
+        """Lets go. The file stays: removing it would let two daemons hold two files of one name."""
+        if self._file is not None:
+            self._file.truncate(0)
+            self._file.close()
+            self._file = None
+
+
+def holder(path: Path) -> Holder | None:
+    """Who holds the lock at `path`; None if nobody does, or it can't be read."""
+    with contextlib.suppress(OSError, ValueError, TypeError), path.open(encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return Holder(**json.load(file))
+    return None
+
+
+def _described(found: Holder | None) -> str:
+    if found is None:
+        return ""
+    return f": process {found.pid}, at {found.endpoint}, since {found.since}; `stateroom stop` ends it"
+
+
+def clear_socket(path: Path) -> None:
+    """Removes a socket file that a daemon left; the lock must be ours.
+
+    Raises:
+        Leave: what is there isn't a socket. It is not touched.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise Leave(
+            FORBIDDEN, f"{path} is no socket, so it was left alone; move it away or set STATEROOM_ENDPOINT."
+        )
+    path.unlink()
+
+
+def clear_engine_sockets(runtime_dir: Path) -> None:
+    """Removes the link sockets of workers that died with their daemon; the lock must be ours."""
+    for path in runtime_dir.glob(ENGINE_SOCKETS):
+        if stat.S_ISSOCK(path.lstat().st_mode):
+            path.unlink(missing_ok=True)

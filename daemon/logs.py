@@ -1,0 +1,59 @@
+"""structlog, once, for the daemon: JSON or console lines on stderr. Prompts and tokens are not logged."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import sys
+from typing import Literal, TextIO
+
+import structlog
+from structlog.typing import FilteringBoundLogger, Processor
+
+LogFormat = Literal["json", "console"]
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+INCIDENT_BYTES = 6
+
+
+def make_log(log_format: LogFormat, level: str, stream: TextIO | None = None) -> FilteringBoundLogger:
+    """A logger that writes to `stream`, by default to stderr."""
+    stream = stream or sys.stderr
+    ending: list[Processor]
+    if log_format == "json":
+        ending = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    else:
+        ending = [structlog.dev.ConsoleRenderer(colors=stream.isatty(), pad_event_to=16)]
+    logger: FilteringBoundLogger = structlog.wrap_logger(
+        structlog.WriteLogger(stream),
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            _without_nothing,
+            *ending,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
+    )
+    return logger
+
+
+def write_line(line: str) -> None:
+    """An entry that another process has made already."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def silent() -> FilteringBoundLogger:
+    """A logger that says nothing, for tests of the pure parts."""
+    logger: FilteringBoundLogger = structlog.wrap_logger(
+        structlog.ReturnLogger(), wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL + 1)
+    )
+    return logger
+
+
+def incident() -> str:
+    """A name that an `internal` error and its log entry share."""
+    return secrets.token_hex(INCIDENT_BYTES)
+
+
+def _without_nothing(_: object, __: str, entry: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    return {key: value for key, value in entry.items() if value is not None}

@@ -1,0 +1,140 @@
+"""Clients: who is connected, what they have open, and the replies that wait for those who do not read.
+
+Pure: `transmit` is the socket. A reply that is not final may be refused when the outbox is full, which
+ends the client's streams; final replies always find a place, because requests are counted. A client that
+neither reads nor stops asking has its further requests dropped unread (`deaf`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from stateroom.client.limits import OUTBOX_MESSAGES_MAX, REQUESTS_PER_CLIENT_MAX
+
+if TYPE_CHECKING:
+    from stateroom.daemon.tickets import Ticket
+
+DEFAULT_APP = "default"
+OUTBOX_BYTES_MAX = 64 * 1024 * 1024  # of one client; four of the largest replies
+FINALS_MAX = OUTBOX_MESSAGES_MAX + 2 * REQUESTS_PER_CLIENT_MAX  # final replies waiting beside stream replies
+RECENT_MAX = REQUESTS_PER_CLIENT_MAX  # ended request ids remembered, so that a late cancel is no error
+
+
+class Delivery(Enum):
+    SENT = "sent"
+    FULL = "full"  # the client does not read
+    GONE = "gone"  # no such client any more
+
+
+Transmit = Callable[[bytes, list[bytes]], Delivery]
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """One connection. `app` is the owner of what it opens."""
+
+    routing_id: bytes
+    descriptor: int
+    app: str = DEFAULT_APP
+    client: str = ""
+    open: dict[int, Ticket] = field(default_factory=dict)
+    recent: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_MAX))
+    outbox: deque[list[bytes]] = field(default_factory=deque)
+    outbox_bytes: int = 0
+    gone: bool = False
+
+    @property
+    def full(self) -> bool:
+        return len(self.outbox) >= OUTBOX_MESSAGES_MAX or self.outbox_bytes >= OUTBOX_BYTES_MAX
+
+    @property
+    def deaf(self) -> bool:
+        return len(self.outbox) >= FINALS_MAX or self.outbox_bytes >= 2 * OUTBOX_BYTES_MAX
+
+
+class Peers:
+    """The connections by routing id.
+
+    `on_gone(peer)` is called once for each that vanishes; `on_waiting()` when a reply has to wait, and
+    `flush` should be called soon.
+    """
+
+    def __init__(
+        self, transmit: Transmit, on_gone: Callable[[Peer], None], on_waiting: Callable[[], None]
+    ) -> None:
+        self._transmit = transmit
+        self._on_gone, self._on_waiting = on_gone, on_waiting
+        self._peers: dict[bytes, Peer] = {}
+        self._waiting: set[Peer] = set()  # those with something in the outbox
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(list(self._peers.values()))
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def of(self, routing_id: bytes, descriptor: int) -> tuple[Peer, bool]:
+        """The connection a message came by, and whether it is a new one."""
+        peer = self._peers.get(routing_id)
+        if peer is not None:
+            peer.descriptor = descriptor
+            return peer, False
+        peer = self._peers[routing_id] = Peer(routing_id, descriptor)
+        return peer, True
+
+    def send(self, peer: Peer, frames: list[bytes], final: bool) -> bool:
+        """Sends or keeps one reply; False if it is neither, because the client does not read.
+
+        To a client that is gone everything counts as sent.
+        """
+        if peer.gone:
+            return True
+        delivery = Delivery.FULL if peer.outbox else self._transmit(peer.routing_id, frames)
+        if delivery is Delivery.GONE:
+            self.vanish(peer)
+        elif delivery is Delivery.FULL:
+            if peer.full and not final:
+                return False
+            peer.outbox.append(frames)
+            peer.outbox_bytes += sum(len(frame) for frame in frames)
+            self._waiting.add(peer)
+            self._on_waiting()
+        return True
+
+    def flush(self) -> None:
+        """Sends what waits, as far as it goes."""
+        for peer in list(self._waiting):
+            while peer.outbox:
+                delivery = self._transmit(peer.routing_id, peer.outbox[0])
+                if delivery is Delivery.FULL:
+                    break
+                if delivery is Delivery.GONE:
+                    self.vanish(peer)
+                    break
+                peer.outbox_bytes -= sum(len(frame) for frame in peer.outbox.popleft())
+            if not peer.outbox:
+                self._waiting.discard(peer)
+
+    def lost(self, descriptor: int) -> None:
+        """The connection with this descriptor closed."""
+        for peer in list(self._peers.values()):
+            if peer.descriptor == descriptor:
+                self.vanish(peer)
+
+    def vanish(self, peer: Peer) -> None:
+        if peer.gone:
+            return
+        peer.gone = True
+        del self._peers[peer.routing_id]
+        self._waiting.discard(peer)
+        peer.outbox.clear()
+        peer.outbox_bytes = 0
+        self._on_gone(peer)

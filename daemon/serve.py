@@ -1,0 +1,110 @@
+"""`stateroom serve`: from a configuration to a running daemon, and out again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import stat
+
+import zmq
+from structlog.typing import FilteringBoundLogger
+
+from stateroom.client.paths import ipc_path
+from stateroom.daemon.blas import find_blas
+from stateroom.daemon.broker import Broker
+from stateroom.daemon.config import Config
+from stateroom.daemon.exits import CONFIG, OK, Leave
+from stateroom.daemon.lock import LOCK_NAME, Lock, clear_engine_sockets, clear_socket, make_private
+from stateroom.daemon.logs import make_log
+
+FILES_WANTED = 8_192  # open files: one a client, a few a worker; launchd gives 256
+UMASK = 0o077  # sockets and files are ours alone
+
+
+def serve(config: Config) -> int:
+    """Runs a daemon until SIGTERM or SIGINT, and gives its exit code.
+
+    Raises:
+        Leave: it can't start; nothing was bound or changed.
+    """
+    os.umask(UMASK)
+    log = make_log(config.log_format, config.log_level)
+    locks = take_places(config)
+    try:
+        raise_file_limit(log)
+        return asyncio.run(_run(config, log))
+    finally:
+        for lock in locks:
+            lock.release()
+
+
+def take_places(config: Config) -> list[Lock]:
+    """Makes the directories, takes the locks, and removes what a dead daemon left.
+
+    Raises:
+        Leave: a directory isn't ours, another daemon holds a lock, or a file that is no socket is in the way.
+    """
+    make_private(config.runtime_dir)
+    wanted = [config.runtime_dir / LOCK_NAME]
+    path = ipc_path(config.endpoint)
+    if path is not None and path.parent.resolve() != config.runtime_dir.resolve():
+        make_private(path.parent)
+        wanted.append(path.with_name(f"{path.name}.lock"))
+    held: list[Lock] = []
+    try:
+        for lock_path in wanted:
+            lock = Lock(lock_path)
+            lock.take(config.endpoint)
+            held.append(lock)
+        if path is not None:
+            clear_socket(path)
+        clear_engine_sockets(config.runtime_dir)
+    except BaseException:
+        for lock in held:
+            lock.release()
+        raise
+    return held
+
+
+async def _run(config: Config, log: FilteringBoundLogger) -> int:
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    blas = find_blas()
+    if blas.hint:
+        log.warning("slow linear algebra", hint=blas.hint)
+    broker = Broker(config, log, blas)
+    path = ipc_path(config.endpoint)
+    try:
+        endpoint = broker.start()
+    except zmq.ZMQError as error:
+        await broker.stop()
+        raise Leave(CONFIG, f"The endpoint {config.endpoint} can't be bound: {error}.") from error
+    try:
+        if path is not None:
+            path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+        models = [spec.id for spec in config.models]
+        log.info("serving", endpoint=endpoint, pid=os.getpid(), models=models)
+        await stopping.wait()
+        log.info("stopping", sessions=len(broker.catalog), requests=len(broker.tickets))
+        return OK
+    finally:
+        await broker.stop()
+        if path is not None:
+            path.unlink(missing_ok=True)
+        log.info("stopped")
+
+
+def raise_file_limit(log: FilteringBoundLogger) -> None:
+    """Raises the soft limit of open files towards `FILES_WANTED`, as far as the hard limit lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(FILES_WANTED, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError) as error:
+        log.warning("few open files", soft=soft, wanted=wanted, error=str(error))

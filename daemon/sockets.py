@@ -1,0 +1,195 @@
+"""The broker's ZeroMQ sockets: the public ROUTER with its monitor, and one DEALER for each engine worker.
+
+Nothing here blocks. A ZeroMQ socket's descriptor is edge-triggered, and any call on the socket may swallow
+the edge, so `_Pump` looks again after every send and after every burst. The sockets are plain ones: what
+arrives is handed on in a callback, in order, with no future and no cancellation around a receive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from stateroom.client.limits import MESSAGE_BYTES_MAX
+from stateroom.daemon.peers import Delivery
+
+BURST_MAX = 64  # messages of one socket handled before others get their turn
+PEER_QUEUE_MESSAGES = 256  # in libzmq, each way and client, before the outbox begins to fill
+LINK_QUEUE_MESSAGES = 4_096  # to and from a worker; more than requests can be open
+LINGER_MS = 200  # unsent replies may delay the exit by this much
+BACKLOG = 512  # connections waiting to be accepted
+
+_monitors = itertools.count()
+
+
+class _Pump:
+    """Calls `receive` until it says that nothing is left, whenever something may have come."""
+
+    def __init__(self, socket: zmq.Socket[bytes], receive: Callable[[], bool]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._receive = receive
+        self._descriptor = socket.FD
+        self._due = False
+        self._closed = False
+        self._loop.add_reader(self._descriptor, self.look)
+        self.look()
+
+    def look(self) -> None:
+        """Looks soon, once, however often it is asked."""
+        if not self._due and not self._closed:
+            self._due = True
+            self._loop.call_soon(self._run)
+
+    def _run(self) -> None:
+        self._due = False
+        left = True
+        try:
+            for _ in range(BURST_MAX):
+                if self._closed:
+                    return
+                left = self._receive()
+                if not left:
+                    return
+        finally:
+            if left:
+                self.look()
+
+    def close(self) -> None:
+        self._closed = True
+        self._loop.remove_reader(self._descriptor)
+
+
+class PublicSocket:
+    """The ROUTER that clients connect to.
+
+    `on_message(routing id, descriptor, frames after the routing id)`; `on_gone(descriptor)` once a connection
+    closed. The descriptor of a connection that closed is told before any message of its successor.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        on_message: Callable[[bytes, int, list[bytes]], None],
+        on_gone: Callable[[int], None],
+    ) -> None:
+        self._on_message, self._on_gone = on_message, on_gone
+        self._alive: set[int] = set()
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        self._socket.set(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        self._socket.set(zmq.SNDHWM, PEER_QUEUE_MESSAGES)
+        self._socket.set(zmq.RCVHWM, PEER_QUEUE_MESSAGES)
+        self._socket.set(zmq.LINGER, LINGER_MS)
+        self._socket.set(zmq.BACKLOG, BACKLOG)
+        events = f"inproc://connections-{next(_monitors)}"
+        self._socket.monitor(events, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._monitor = context.socket(zmq.PAIR)
+        self._monitor.set(zmq.RCVHWM, 0)  # a lost event would be a client never missed
+        self._monitor.set(zmq.LINGER, 0)
+        self._monitor.connect(events)
+        self._pumps: list[_Pump] = []
+
+    def bind(self, endpoint: str) -> str:
+        """Binds, begins to receive, and gives the endpoint with its real port."""
+        self._socket.bind(endpoint)
+        self._pumps = [_Pump(self._monitor, self._receive_event), _Pump(self._socket, self._receive)]
+        bound = self._socket.get(zmq.LAST_ENDPOINT)
+        return (bound.decode() if isinstance(bound, bytes) else str(bound)).rstrip("\0")
+
+    def send(self, routing_id: bytes, frames: list[bytes]) -> Delivery:
+        try:
+            self._socket.send_multipart([routing_id, *frames], zmq.NOBLOCK)
+        except zmq.Again:
+            return Delivery.FULL
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return Delivery.GONE
+            raise
+        finally:
+            for pump in self._pumps:
+                pump.look()
+        return Delivery.SENT
+
+    def close(self) -> None:
+        for pump in self._pumps:
+            pump.close()
+        self._pumps = []
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+
+    def _receive_event(self) -> bool:
+        try:
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            return False
+        descriptor = int(event["value"])
+        if event["event"] == zmq.EVENT_ACCEPTED:
+            self._alive.add(descriptor)
+        else:
+            self._alive.discard(descriptor)
+            self._on_gone(descriptor)
+        return True
+
+    def _receive(self) -> bool:
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        # Whatever became of earlier connections with this descriptor is in the monitor by now.
+        while self._receive_event():
+            pass
+        descriptor = int(frames[-1].get(zmq.SRCFD))
+        self._on_message(frames[0].bytes, descriptor, [frame.bytes for frame in frames[1:]])
+        if descriptor not in self._alive:
+            self._on_gone(descriptor)  # its last message came after its end was told
+        return True
+
+
+class LinkSocket:
+    """The broker's end of the link to one worker process; each process gets an endpoint of its own."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        on_frame: Callable[[bytes], None],
+    ) -> None:
+        self._on_frame = on_frame
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.set(zmq.SNDHWM, LINK_QUEUE_MESSAGES)
+        self._socket.set(zmq.RCVHWM, LINK_QUEUE_MESSAGES)
+        self._socket.set(zmq.LINGER, 0)
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError:
+            self._socket.close()
+            raise
+        self._pump = _Pump(self._socket, self.receive)
+
+    def send(self, frame: bytes) -> bool:
+        """False if the worker does not read what it is sent."""
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        finally:
+            self._pump.look()
+        return True
+
+    def receive(self) -> bool:
+        """Hands on one frame, if there is one."""
+        try:
+            frame = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._on_frame(frame)
+        return True
+
+    def close(self) -> None:
+        self._pump.close()
+        self._socket.close()

@@ -1,0 +1,216 @@
+"""Open requests, and their replies: exactly one final each.
+
+A `Ticket` is one open request. Every reply goes through `Tickets.reply`, and every reply passes the
+request's table first, so that a second final reply is an `IllegalEvent`, not a message.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from structlog.typing import FilteringBoundLogger
+
+from stateroom.client.errors import SlowConsumer, StateroomError
+from stateroom.client.protocol import (
+    Body,
+    DecodeResult,
+    ErrorBody,
+    LengthResult,
+    OpenResult,
+    Reply,
+    Request,
+    Result,
+)
+from stateroom.client.wire import body_to_wire, encode_reply, to_wire
+from stateroom.daemon.catalog import Session
+from stateroom.daemon.clock import Clock
+from stateroom.daemon.lifecycle import REQUESTS, RequestEvent, RequestState, after
+from stateroom.daemon.metrics import Metrics
+from stateroom.daemon.peers import Peer, Peers
+
+SESSION_SHOWN = 8  # characters of a session id in the log: enough to follow it, too few to use it
+MUTE = (RequestState.CUT, RequestState.ORPHANED)  # nobody hears their replies but the last
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One open request. Without a peer it is the broker's own, or its client is gone."""
+
+    rid: int
+    op: str
+    request: Request | None  # None for `adopt`, which is the broker's own
+    peer: Peer | None
+    owner: str
+    id: int | None
+    delimited: bool  # the request carried REQ's empty frame, so the reply does
+    started_s: float
+    session: Session | None = None
+    children: list[Session] = field(default_factory=list)
+    state: RequestState = RequestState.HELD
+    seq: int = 0
+    model: str | None = None  # whose engine has it, or is waited for
+    generation: int | None = None  # the worker that has it
+    cancel_wanted: bool = False  # asked for while it could not be ended yet
+
+    def advance(self, event: RequestEvent) -> None:
+        self.state = after(REQUESTS, self.state, event)
+
+
+class Tickets:
+    """All open requests by the broker's own number. `on_overflow(peer)`: it does not read its streams."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        metrics: Metrics,
+        clock: Clock,
+        log: FilteringBoundLogger,
+        on_overflow: Callable[[Peer], None],
+        log_content: bool = False,
+    ) -> None:
+        self._peers, self._metrics, self._clock, self._log = peers, metrics, clock, log
+        self._on_overflow = on_overflow
+        self._log_content = log_content
+        self._rids = itertools.count(1)
+        self._open: dict[int, Ticket] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(list(self._open.values()))
+
+    def get(self, rid: int | None) -> Ticket | None:
+        return None if rid is None else self._open.get(rid)
+
+    def open(self, peer: Peer, request_id: int, request: Request, delimited: bool) -> Ticket:
+        ticket = Ticket(
+            rid=next(self._rids),
+            op=request.op,
+            request=request,
+            peer=peer,
+            owner=peer.app,
+            id=request_id,
+            delimited=delimited,
+            started_s=self._clock(),
+        )
+        self._open[ticket.rid] = peer.open[request_id] = ticket
+        return ticket
+
+    def open_own(self, op: str, request: Request | None, session: Session) -> Ticket:
+        """A request of the broker itself: an adoption, or the close of an expired session."""
+        ticket = Ticket(
+            rid=next(self._rids),
+            op=op,
+            request=request,
+            peer=None,
+            owner=session.owner,
+            id=None,
+            delimited=False,
+            started_s=self._clock(),
+            session=session,
+        )
+        self._open[ticket.rid] = ticket
+        return ticket
+
+    def reply(self, ticket: Ticket, body: Body) -> None:
+        """Sends one reply of an open request.
+
+        Raises:
+            IllegalEvent: the request had its final reply already.
+        """
+        final = isinstance(body, Result | ErrorBody)
+        before = ticket.state
+        ticket.advance(RequestEvent.FINAL if final else RequestEvent.REPLY)
+        if final:
+            if before is RequestState.CUT:
+                body = _slow_consumer(ticket)
+            self._ended(ticket, body)
+        elif before in MUTE:
+            return
+        if ticket.peer is None or before is RequestState.ORPHANED:
+            return
+        frame = encode_reply(Reply(id=ticket.id, seq=ticket.seq, body=body))
+        if self._peers.send(ticket.peer, [b"", frame] if ticket.delimited else [frame], final):
+            ticket.seq += 1
+            self._metrics.count("replies")
+        else:
+            self._on_overflow(ticket.peer)
+
+    def orphan(self, ticket: Ticket) -> None:
+        """Its client is gone. A request that an engine has goes on until the engine ends it."""
+        if ticket.peer is not None and ticket.id is not None:
+            ticket.peer.open.pop(ticket.id, None)
+        ticket.peer = None
+        if ticket.state is not RequestState.HELD:
+            ticket.advance(RequestEvent.VANISH)
+
+    def refuse(
+        self, peer: Peer, delimited: bool, request_id: int | None, op: str | None, error: StateroomError
+    ) -> None:
+        """Answers a frame that never became a request."""
+        frame = encode_reply(Reply(id=request_id, seq=0, body=error.body()))
+        self._peers.send(peer, [b"", frame] if delimited else [frame], final=True)
+        self._metrics.count("replies")
+        self._metrics.request(op or "none", error.code)
+        self._log.info(
+            "request", id=request_id, op=op, owner=peer.app, code=error.code, field=error.field, ms=0.0
+        )
+
+    def _ended(self, ticket: Ticket, body: Body) -> None:
+        del self._open[ticket.rid]
+        if ticket.peer is not None and ticket.id is not None:
+            ticket.peer.open.pop(ticket.id, None)
+            ticket.peer.recent.append(ticket.id)
+        code: str = body.code if isinstance(body, ErrorBody) else "ok"
+        if ticket.peer is None and ticket.id is not None:
+            code = "gone"  # its client went away before the end
+        self._metrics.request(ticket.op, code)
+        self._count_tokens(body)
+        said = {
+            "id": ticket.id,
+            "op": ticket.op,
+            "owner": ticket.owner,
+            "session": ticket.session.id[:SESSION_SHOWN] if ticket.session else None,
+            "code": code,
+            "ms": round((self._clock() - ticket.started_s) * 1000, 1),
+            **_figures(body),
+        }
+        if self._log_content:
+            said["asked"] = to_wire(ticket.request)
+            said["answered"] = body_to_wire(body)
+        self._log.info("request", **said)
+
+    def _count_tokens(self, body: Body) -> None:
+        if isinstance(body, DecodeResult):
+            self._metrics.count("tokens_decoded", body.usage.decoded)
+            self._metrics.count("tokens_prefilled", body.usage.prefilled)
+        elif isinstance(body, OpenResult | LengthResult) and body.receipt is not None:
+            self._metrics.count("tokens_prefilled", body.receipt.prefilled)
+            self._metrics.count("tokens_reused", body.receipt.reused)
+
+
+def _slow_consumer(ticket: Ticket) -> ErrorBody:
+    length = ticket.session.length if ticket.session else 0
+    message = "The stream was stopped because its replies were not read; read faster, or use stream: false."
+    return SlowConsumer(message, length=length).body()
+
+
+def _figures(body: Body) -> dict[str, object]:
+    """What of a reply may stand in the log: counts, never tokens or text."""
+    if isinstance(body, DecodeResult):
+        usage = body.usage
+        return {"finish": body.finish, "decoded": usage.decoded, "length": body.length}
+    if isinstance(body, OpenResult | LengthResult) and body.receipt is not None:
+        receipt = body.receipt
+        return {
+            "reused": receipt.reused,
+            "prefilled": receipt.prefilled,
+            "trimmed": receipt.trimmed,
+            "length": body.length,
+        }
+    if isinstance(body, ErrorBody):
+        return {"field": body.field} if body.field else {}
+    return {}

@@ -1,0 +1,74 @@
+"""`watch`: who wants to hear of what happens. Sessions' events go to their owner, engines' to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stateroom.client.protocol import Event, StatsResult, Watch, WatchResult
+from stateroom.client.wire import to_wire
+from stateroom.daemon.clock import Clock
+from stateroom.daemon.tickets import Ticket, Tickets
+
+
+@dataclass(slots=True, eq=False)
+class _Watcher:
+    ticket: Ticket
+    sessions: bool
+    stats_every_s: float | None
+    stats_due_s: float
+    events: int = 0
+
+
+class Watchers:
+    """The watches that go on, by rid. `wake(s)` asks for a `tick` in so many seconds."""
+
+    def __init__(
+        self,
+        tickets: Tickets,
+        clock: Clock,
+        stats: Callable[[], StatsResult],
+        wake: Callable[[float], None],
+    ) -> None:
+        self._tickets, self._clock, self._stats, self._wake = tickets, clock, stats, wake
+        self._watchers: dict[int, _Watcher] = {}
+
+    def __len__(self) -> int:
+        return len(self._watchers)
+
+    def add(self, ticket: Ticket, watch: Watch) -> None:
+        every_s = watch.stats_every_s
+        self._watchers[ticket.rid] = _Watcher(ticket, watch.sessions, every_s, self._clock() + (every_s or 0))
+        if every_s is not None:
+            self._wake(every_s)
+
+    def end(self, ticket: Ticket) -> None:
+        """Gives a watch its final reply."""
+        watcher = self._watchers.pop(ticket.rid)
+        self._tickets.reply(ticket, WatchResult(events=watcher.events))
+
+    def drop(self, ticket: Ticket) -> None:
+        """Its final reply was given elsewhere."""
+        self._watchers.pop(ticket.rid, None)
+
+    def publish(self, event: Event, owner: str | None = None) -> None:
+        """Tells the watchers. `owner`: whose session it is about; None tells everyone."""
+        for watcher in list(self._watchers.values()):
+            if owner is None or (watcher.sessions and watcher.ticket.owner == owner):
+                self._tell(watcher, event)
+
+    def tick(self) -> None:
+        """Sends the figures that are due."""
+        now_s = self._clock()
+        for watcher in list(self._watchers.values()):
+            if watcher.stats_every_s is not None and now_s >= watcher.stats_due_s:
+                watcher.stats_due_s = now_s + watcher.stats_every_s
+                self._tell(watcher, Event(event="stats", details=to_wire(self._stats())))
+        due_s = min((w.stats_due_s for w in self._watchers.values() if w.stats_every_s), default=None)
+        if due_s is not None:
+            self._wake(max(0.0, due_s - now_s))
+
+    def _tell(self, watcher: _Watcher, event: Event) -> None:
+        if watcher.ticket.rid in self._watchers:  # telling one may have ended another of the same client
+            watcher.events += 1
+            self._tickets.reply(watcher.ticket, event)

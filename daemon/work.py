@@ -1,0 +1,486 @@
+"""Requests that need an engine: one at a time in a session, held, sent, superseded, cancelled, ended.
+
+Every change goes session table first (`lifecycle.SESSIONS`), then ticket, then engine. `_ended` is the one
+place where a request that had a session lets go of it.
+
+A request is *held* while its engine starts (`_waiting`), or, for a `sync` or `close`, while the older request
+of its session ends (`Session.held`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from structlog.typing import FilteringBoundLogger
+
+from stateroom.client.errors import Busy, EngineLost, ShuttingDown, StateroomError, Unsupported
+from stateroom.client.protocol import (
+    OPERATIONS,
+    Body,
+    CloseResult,
+    Decode,
+    DecodeResult,
+    ErrorBody,
+    Event,
+    Fork,
+    ForkResult,
+    LengthResult,
+    ModelResult,
+    Open,
+    OpenResult,
+    Prefill,
+    Receipt,
+    Result,
+    Usage,
+)
+from stateroom.client.protocol import Close as CloseRequest
+from stateroom.daemon.catalog import NO_ENGINE, Catalog, Session
+from stateroom.daemon.lifecycle import EngineState, RequestEvent, RequestState, SessionEvent, SessionState
+from stateroom.daemon.link import Adopt, Answer, CancelCommand, Command
+from stateroom.daemon.metrics import Metrics
+from stateroom.daemon.peers import Peer
+from stateroom.daemon.supervisor import Engine, Supervisor
+from stateroom.daemon.tickets import Ticket, Tickets
+from stateroom.daemon.watchers import Watchers
+
+SUPERSEDED = ("decode", "prefill", "sync")  # what a newer `sync` ends instead of getting `busy`
+HELD_ENDS = ("decode", "prefill", "sync")  # what a cancel ends at once while no engine has it
+SHORT = ("fork", "tokens", "close", "adopt")  # over before a cancel could arrive
+PARENTS_MAX = 16  # of a session's ancestors, how many it names
+WITH_ENGINE = (RequestState.SENT, RequestState.CANCELLING, RequestState.CUT, RequestState.ORPHANED)
+
+
+class Work:
+    """Moves requests between sessions and engines. Implements `supervisor.Listener`."""
+
+    def __init__(
+        self,
+        tickets: Tickets,
+        catalog: Catalog,
+        supervisor: Supervisor,
+        watchers: Watchers,
+        metrics: Metrics,
+        log: FilteringBoundLogger,
+    ) -> None:
+        self._tickets, self._catalog, self._supervisor = tickets, catalog, supervisor
+        self._watchers, self._metrics, self._log = watchers, metrics, log
+        self._waiting: dict[str, deque[Ticket]] = {}  # model → tickets held until its engine is ready
+
+    # ------------------------------------------------------------ requests begin
+
+    def open(self, ticket: Ticket, request: Open, engine: Engine) -> None:
+        """Begins an `open`, whose session exists from here on."""
+        self._supervisor.ensure(engine)
+        (session,) = self._catalog.add(
+            ticket.owner, engine.id, [request.name], request.session_class, request.ttl_s, []
+        )
+        ticket.session = session
+        session.running, session.running_op = ticket.rid, "open"
+        self._dispatch(ticket, engine)
+
+    def run(self, ticket: Ticket, session: Session) -> None:
+        """Begins a request in a session.
+
+        Raises:
+            Busy: another request has the session.
+            Exists, Capacity: of the children of a `fork`.
+            EngineLost, Unsupported: its engine can't be had.
+        """
+        ticket.session = session
+        if ticket.op == "close":
+            self._close(ticket, session)
+        elif session.state is SessionState.IDLE:
+            self._start(ticket, session)
+        elif ticket.op == "sync" and self._may_supersede(session):
+            self._supersede(ticket, session)
+        else:
+            raise self._busy(ticket, session)
+
+    def load(self, ticket: Ticket, engine: Engine) -> None:
+        """Answers once the model is ready."""
+        self._supervisor.ensure(engine)
+        ticket.model = engine.id
+        if engine.ready:
+            self._tickets.reply(ticket, ModelResult(model=engine.info))
+        else:
+            self._waiting.setdefault(engine.id, deque()).append(ticket)
+
+    def unload(self, ticket: Ticket, engine: Engine) -> None:
+        """Answers once the worker is gone. Sessions keep their tokens and come back when touched.
+
+        Raises:
+            Busy: requests of the model are open.
+        """
+        open_now = sum(other.model == engine.id and other is not ticket for other in self._tickets)
+        if open_now:
+            raise Busy(
+                f"{open_now} requests of {engine.id} are open; cancel them or wait for their end.",
+                field="model",
+                requests=open_now,
+            )
+        if engine.state in (EngineState.STOPPED, EngineState.FAILED):
+            self._tickets.reply(ticket, ModelResult(model=engine.info))
+            return
+        ticket.model = engine.id
+        self._waiting.setdefault(engine.id, deque()).append(ticket)
+        self._supervisor.unload(engine)
+
+    def _start(self, ticket: Ticket, session: Session) -> None:
+        engine = self._supervisor.engine(session.model)
+        self._supervisor.ensure(engine)
+        if isinstance(ticket.request, Fork):
+            asked = ticket.request.names
+            names: list[str | None] = list(asked) if asked else [None] * ticket.request.n
+            parents = [session.id, *session.parents][:PARENTS_MAX]
+            ticket.children = self._catalog.add(
+                session.owner, session.model, names, session.session_class, session.ttl_s, parents
+            )
+        session.advance(SessionEvent.START)
+        session.running, session.running_op = ticket.rid, ticket.op
+        self._catalog.touch(session)
+        self._dispatch(ticket, engine)
+
+    def _dispatch(self, ticket: Ticket, engine: Engine) -> None:
+        ticket.model = engine.id
+        if engine.ready:
+            self._send(ticket, engine)
+        else:
+            self._waiting.setdefault(engine.id, deque()).append(ticket)
+
+    def _send(self, ticket: Ticket, engine: Engine) -> None:
+        session = ticket.session
+        assert session is not None
+        assert ticket.request is not None
+        if ticket.op != "open" and session.generation != engine.generation:
+            adoption = self._tickets.open_own("adopt", None, session)
+            adoption.model, adoption.generation = engine.id, engine.generation
+            adoption.advance(RequestEvent.SEND)
+            session.generation = engine.generation
+            engine.send(Adopt(adoption.rid, session.id, session.tokens.tolist()))
+        ticket.generation = session.generation = engine.generation
+        ticket.advance(RequestEvent.SEND)
+        children = [child.id for child in ticket.children]
+        engine.send(Command(ticket.rid, ticket.request, session.id, children))
+        if ticket.cancel_wanted:
+            self._tell_cancel(ticket, RequestEvent.CANCEL)
+
+    # ------------------------------------------------------------ two requests meet
+
+    def _busy(self, ticket: Ticket, session: Session) -> Busy:
+        other = self._tickets.get(session.held) or self._tickets.get(session.running)
+        request: dict[str, object] = {"op": other.op if other else None}
+        if other is not None and other.peer is not None and other.peer is ticket.peer:
+            request["id"] = other.id
+        return Busy(
+            f"The session is taken by a running `{request['op']}`; wait for its end, or cancel it.",
+            field="session",
+            request=request,
+        )
+
+    def _may_supersede(self, session: Session) -> bool:
+        if session.state is SessionState.REPLACING:
+            return True
+        return session.state is SessionState.RUNNING and session.running_op in SUPERSEDED
+
+    def _supersede(self, ticket: Ticket, session: Session) -> None:
+        self._drop_held(session, "a newer sync replaced this one before it began")
+        session.advance(SessionEvent.SUPERSEDE)
+        session.held = ticket.rid
+        self._cancel_running(session)
+
+    def _close(self, ticket: Ticket, session: Session) -> None:
+        if session.state is SessionState.IDLE:
+            session.advance(SessionEvent.CLOSE)
+            self._free(ticket, session)
+        elif session.state in (SessionState.RUNNING, SessionState.REPLACING):
+            self._drop_held(session, "the session was closed before this sync began")
+            session.advance(SessionEvent.CLOSE)
+            session.held = ticket.rid
+            self._cancel_running(session)
+        else:
+            raise self._busy(ticket, session)
+
+    def _drop_held(self, session: Session, why: str) -> None:
+        """Ends the `sync` that waits in a session, if one does, as cancelled."""
+        held = self._tickets.get(session.held)
+        session.held = None
+        if held is not None:
+            self._tickets.reply(held, _unstarted(held, why))
+
+    def _cancel_running(self, session: Session) -> None:
+        running = self._tickets.get(session.running)
+        if running is not None:
+            self.cancel(running)
+
+    def _free(self, ticket: Ticket, session: Session) -> None:
+        """Closes a session that nothing else has: through the engine if that knows it."""
+        session.running, session.running_op = ticket.rid, "close"
+        engine = self._supervisor.engine(session.model)
+        if engine.ready and session.generation == engine.generation:
+            self._dispatch(ticket, engine)
+        else:
+            self._ended(ticket, CloseResult(freed_bytes=0))
+
+    # ------------------------------------------------------------ requests are ended early
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """Asks for the early end of a request; False if there is none."""
+        session = ticket.session
+        if ticket.state is not RequestState.HELD:
+            if ticket.op in SHORT:
+                return False
+            self._tell_cancel(ticket, RequestEvent.CANCEL)
+            return True
+        if session is not None and session.held == ticket.rid:
+            if ticket.op == "close":
+                return False
+            session.advance(SessionEvent.RELEASE)
+            session.held = None
+            self._tickets.reply(ticket, _unstarted(ticket, "cancelled before it began"))
+            return True
+        if ticket.op in HELD_ENDS:
+            self._unqueue(ticket)
+            self._ended(ticket, _unstarted(ticket, "cancelled before it began"))
+            return True
+        ticket.cancel_wanted = ticket.op not in (*SHORT, "load", "unload")
+        return ticket.cancel_wanted
+
+    def _tell_cancel(self, ticket: Ticket, event: RequestEvent) -> None:
+        told = ticket.state is not RequestState.SENT
+        ticket.advance(event)
+        engine = self._supervisor.engine(ticket.model or "")
+        if not told and ticket.op not in SHORT and engine.generation == ticket.generation:
+            engine.send(CancelCommand(ticket.rid))
+
+    def vanish(self, peer: Peer) -> None:
+        """A client is gone: its requests end as soon as they can, its sessions stay."""
+        for ticket in list(peer.open.values()):
+            session = ticket.session
+            if ticket.op == "watch":
+                self._watchers.drop(ticket)
+                self._tickets.orphan(ticket)
+                self._tickets.reply(ticket, Result())
+            elif ticket.state is not RequestState.HELD:
+                told = ticket.state is not RequestState.SENT
+                self._tickets.orphan(ticket)
+                engine = self._supervisor.engine(ticket.model or "")
+                if not told and ticket.op not in SHORT and engine.generation == ticket.generation:
+                    engine.send(CancelCommand(ticket.rid))
+            elif ticket.op in ("close", "load", "unload"):
+                self._tickets.orphan(ticket)  # what it asked for still happens
+            else:
+                self._tickets.orphan(ticket)
+                if session is not None and session.held == ticket.rid:
+                    self.cancel(ticket)
+                else:
+                    self._unqueue(ticket)
+                    self._ended(ticket, _gone())
+
+    def cut(self, peer: Peer) -> None:
+        """A client does not read: its streams end, with `slow_consumer` as their last word."""
+        for ticket in list(peer.open.values()):
+            if not _streams(ticket) or ticket.state in (RequestState.HELD, RequestState.CUT):
+                continue
+            self._metrics.count("streams_cut")
+            if ticket.op == "watch":
+                ticket.advance(RequestEvent.OVERFLOW)
+                self._watchers.end(ticket)
+            else:
+                self._tell_cancel(ticket, RequestEvent.OVERFLOW)
+
+    def expire(self) -> None:
+        """Closes the sessions whose time is over."""
+        for session in self._catalog.expired():
+            self._metrics.count("sessions_expired")
+            ticket = self._tickets.open_own("close", CloseRequest(session=session.id), session)
+            self._close(ticket, session)
+
+    def end_all_held(self) -> None:
+        """The daemon stops: what no engine has is refused, what one has is cancelled."""
+        error = ShuttingDown("The daemon is stopping; nothing was changed.").body()
+        for ticket in self._tickets:
+            if ticket.state is RequestState.DONE:
+                continue
+            session = ticket.session
+            if ticket.op == "watch":
+                self._watchers.drop(ticket)
+                self._tickets.reply(ticket, error)
+            elif ticket.state is not RequestState.HELD:
+                self.cancel(ticket)
+            elif session is not None and session.held == ticket.rid:
+                session.held = None
+                if session.state is SessionState.REPLACING:
+                    session.advance(SessionEvent.RELEASE)
+                self._tickets.reply(ticket, error)
+            else:
+                self._unqueue(ticket)
+                self._ended(ticket, error)
+
+    def _unqueue(self, ticket: Ticket) -> None:
+        queue = self._waiting.get(ticket.model or "")
+        if queue is not None and ticket in queue:
+            queue.remove(ticket)
+
+    # ------------------------------------------------------------ engines speak
+
+    def on_ready(self, engine: Engine) -> None:
+        recovered = engine.deaths > 0
+        self._watchers.publish(
+            Event(event="engine_recovered" if recovered else "engine_ready", model=engine.id)
+        )
+        for ticket in self._take_waiting(engine):
+            if ticket.op == "load":
+                self._tickets.reply(ticket, ModelResult(model=engine.info))
+            else:
+                self._send(ticket, engine)
+
+    def on_answer(self, engine: Engine, answer: Answer) -> None:
+        change = answer.journal
+        if change is not None:
+            session = self._catalog.get(change.session)
+            if session is not None and session.generation == engine.generation:
+                session.journal(change)
+        ticket = self._tickets.get(answer.rid)
+        if ticket is None or ticket.generation != engine.generation:
+            self._log.warning("answer to no request", model=engine.id, rid=answer.rid)
+        elif isinstance(answer.body, Result | ErrorBody):
+            self._ended(ticket, answer.body)
+        else:
+            self._tickets.reply(ticket, answer.body)
+
+    def on_down(self, engine: Engine, generation: int, reason: str) -> None:
+        """A worker process is no more; `reason` in words."""
+        for session in self._catalog:
+            if session.generation == generation:
+                session.forget_engine()
+        for ticket in self._tickets:
+            if ticket.generation == generation and ticket.state in WITH_ENGINE:
+                self._ended(ticket, _lost(ticket, reason))
+        if not engine.stopping:
+            self._watchers.publish(Event(event="engine_lost", model=engine.id, details={"reason": reason}))
+        for ticket in self._take_waiting(engine, only="unload"):
+            self._tickets.reply(ticket, ModelResult(model=engine.info))
+        if self._waiting.get(engine.id):
+            try:
+                self._supervisor.ensure(engine)
+            except StateroomError as error:
+                self._refuse_waiting(engine, error)
+
+    def on_failed(self, engine: Engine, message: str) -> None:
+        """The model can't be loaded, for good."""
+        self._watchers.publish(Event(event="engine_failed", model=engine.id, details={"reason": message}))
+        self._refuse_waiting(engine, Unsupported(message, field="model"))
+
+    def on_silent(self, engine: Engine, silent_s: float) -> None:
+        details = {"silent_s": round(silent_s, 1)}
+        self._watchers.publish(Event(event="engine_silent", model=engine.id, details=details))
+
+    def _refuse_waiting(self, engine: Engine, error: StateroomError) -> None:
+        for ticket in self._take_waiting(engine):
+            self._ended(ticket, error.body())
+
+    def _take_waiting(self, engine: Engine, only: str | None = None) -> list[Ticket]:
+        queue = self._waiting.get(engine.id, deque())
+        taken = [ticket for ticket in queue if only is None or ticket.op == only]
+        for ticket in taken:
+            queue.remove(ticket)
+        return taken
+
+    # ------------------------------------------------------------ requests end
+
+    def _ended(self, ticket: Ticket, body: Body) -> None:
+        """Settles what a final answer means for its sessions, replies, and lets in what waited."""
+        session = ticket.session
+        events = self._settle(ticket, session, body) if session is not None else []
+        self._tickets.reply(ticket, body)
+        for event, owner in events:
+            self._watchers.publish(event, owner)
+        if session is not None and session.running is None and session.held is not None:
+            self._admit_held(session)
+
+    def _settle(self, ticket: Ticket, session: Session, body: Body) -> list[tuple[Event, str]]:
+        refused = isinstance(body, ErrorBody)
+        events: list[tuple[Event, str]] = []
+        if ticket.op == "adopt":
+            if refused:
+                session.generation = NO_ENGINE
+            return events
+        if ticket.op == "open":
+            if isinstance(body, OpenResult):
+                session.kinds = body.caps.kv
+            events += self._born([session], refused)
+        elif ticket.op == "close":
+            events += self._dead(session)
+            return events
+        elif ticket.op == "fork":
+            for child in ticket.children:
+                if isinstance(body, ForkResult):
+                    child.tokens, child.kinds = session.tokens[:], session.kinds
+                    child.generation, child.resident = session.generation, session.resident
+            events += self._born(ticket.children, refused)
+        session.running = session.running_op = None
+        if session.state is not SessionState.CLOSED and ticket.op != "open":
+            session.advance(SessionEvent.END)
+        self._catalog.touch(session)
+        return events
+
+    def _born(self, sessions: list[Session], refused: bool) -> list[tuple[Event, str]]:
+        events = []
+        for session in sessions:
+            session.advance(SessionEvent.REFUSED if refused else SessionEvent.OPENED)
+            if refused:
+                self._catalog.remove(session)
+            else:
+                self._metrics.count("sessions_opened")
+                event = Event(event="session_opened", session=session.id, model=session.model)
+                events.append((event, session.owner))
+        return events
+
+    def _dead(self, session: Session) -> list[tuple[Event, str]]:
+        session.advance(SessionEvent.END)
+        session.running = session.running_op = None
+        self._catalog.remove(session)
+        self._metrics.count("sessions_closed")
+        return [(Event(event="session_closed", session=session.id, model=session.model), session.owner)]
+
+    def _admit_held(self, session: Session) -> None:
+        held = self._tickets.get(session.held)
+        session.held = None
+        assert held is not None
+        try:
+            if held.op == "close":
+                self._free(held, session)
+            else:
+                self._start(held, session)
+        except StateroomError as error:
+            self._tickets.reply(held, error.body())
+
+
+def _streams(ticket: Ticket) -> bool:
+    if isinstance(ticket.request, Decode):
+        return ticket.request.stream
+    if isinstance(ticket.request, Prefill):
+        return ticket.request.progress
+    return ticket.op in OPERATIONS and OPERATIONS[ticket.op].streams
+
+
+def _unstarted(ticket: Ticket, why: str) -> Body:
+    """The result of a request that was cancelled before any engine had it: nothing changed."""
+    length = ticket.session.length if ticket.session else 0
+    if ticket.op == "decode":
+        return DecodeResult(finish="cancelled", tokens=[], text="", length=length, usage=Usage())
+    receipt = Receipt(reused=length, source="session" if length else "none", why=why)
+    return LengthResult(length=length, receipt=receipt, finish="cancelled")
+
+
+def _gone() -> ErrorBody:
+    """For the books alone: nobody is there to read it."""
+    return ErrorBody(code="not_found", message="The client went away before this began.")
+
+
+def _lost(ticket: Ticket, reason: str) -> ErrorBody:
+    length = ticket.session.length if ticket.session and ticket.op != "open" else 0
+    return EngineLost(
+        f"The engine stopped under this request ({reason}); the session is kept, send the request again.",
+        length=length,
+    ).body()

@@ -1,0 +1,282 @@
+"""A worker without a model, to provoke what a real one does rarely: death, silence, refusal, floods.
+
+It speaks `daemon/link.py` as a real worker does. `--model` is its script: `key=value` pairs split by commas.
+    step_s        pause between two tokens of a decode (default 0.002)
+    chunk_s       pause between two chunks of a prefill of CHUNK tokens (default 0.002)
+    load_s        pause before `Ready` (default 0)
+    fail          `Failed` for good instead of `Ready`; `fail=soon` for one that may pass
+    text          length of the text of each token (default 1)
+Token ids that are orders, when a prefill meets them:
+    DIE           the process is killed
+    HANG          it does nothing more, not even pulse
+    BABBLE        it sends a frame that makes no sense
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import zmq
+
+from stateroom.client.protocol import (
+    Body,
+    Caps,
+    Close,
+    CloseResult,
+    Decode,
+    DecodeResult,
+    ErrorBody,
+    Fork,
+    ForkResult,
+    KindCaps,
+    LengthResult,
+    ModelInfo,
+    Open,
+    OpenResult,
+    Prefill,
+    Progress,
+    ReadTokens,
+    Receipt,
+    Score,
+    ScoreResult,
+    Sync,
+    TokenEvent,
+    TokensResult,
+    Trim,
+    Usage,
+)
+from stateroom.daemon.link import (
+    Adopt,
+    Answer,
+    CancelCommand,
+    Command,
+    Failed,
+    Journal,
+    Pulse,
+    Ready,
+    Stop,
+    decode_to_worker,
+    encode_from_worker,
+)
+
+DIE, HANG, BABBLE = 666_001, 666_002, 666_003
+CHUNK = 64
+CONTEXT = 100_000
+KINDS = [KindCaps(kind="full", scheme="dense", layers=2)]
+
+
+class Script(Exception):
+    pass
+
+
+class Worker:
+    def __init__(self, endpoint: str, model_id: str, script: dict[str, str]) -> None:
+        self.socket = zmq.Context().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 500)
+        self.socket.connect(endpoint)
+        self.model_id, self.script = model_id, script
+        self.sessions: dict[str, list[int]] = {}
+        self.adopted = 0
+        self.jobs: deque[tuple[int, Iterator[None]]] = deque()
+        self.cancelled: set[int] = set()
+        self.stopping = False
+        self.pulse_s = 0.0
+
+    def pause(self, name: str, default: float) -> float:
+        return float(self.script.get(name, default))
+
+    def send(self, message: object) -> None:
+        self.socket.send(encode_from_worker(message))  # type: ignore[arg-type]
+
+    def answer(self, rid: int, body: Body, session: str | None = None, keep: int = 0) -> None:
+        journal = None
+        if session is not None and session in self.sessions:
+            tokens = self.sessions[session]
+            journal = Journal(session, keep, tokens[keep:], private_bytes=10 * len(tokens))
+        self.send(Answer(rid, body, journal))
+
+    def run(self) -> int:
+        time.sleep(self.pause("load_s", 0.0))
+        if "fail" in self.script:
+            self.send(Failed("the script says so", permanent=self.script["fail"] != "soon"))
+            return 1
+        self.send(
+            Ready(ModelInfo(id=self.model_id, loaded=True, context=CONTEXT, vocab=1000), {"device": "none"})
+        )
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(sys.stdin.fileno(), zmq.POLLIN)
+        while not (self.stopping and not self.jobs):
+            ready = dict(poller.poll(0 if self.jobs else 200))
+            if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 1):
+                return 0  # the broker is gone
+            while self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                self.take(decode_to_worker(self.socket.recv()))
+            for _ in range(len(self.jobs)):
+                rid, job = self.jobs.popleft()
+                try:
+                    next(job)
+                    self.jobs.append((rid, job))
+                except StopIteration:
+                    self.cancelled.discard(rid)
+            if time.monotonic() - self.pulse_s > 1.0:
+                self.pulse_s = time.monotonic()
+                self.send(Pulse({"sessions": len(self.sessions), "adopted": self.adopted}))
+        return 0
+
+    def take(self, message: object) -> None:
+        if isinstance(message, Command):
+            self.jobs.append((message.rid, self.job(message)))
+        elif isinstance(message, Adopt):
+            self.adopted += 1
+            self.sessions[message.session] = list(message.tokens)
+            receipt = Receipt(reused=0, why="adopted")
+            self.answer(message.rid, LengthResult(length=len(message.tokens), receipt=receipt))
+        elif isinstance(message, CancelCommand):
+            self.cancelled.add(message.rid)
+        elif isinstance(message, Stop):
+            self.stopping = True
+            self.cancelled.update(rid for rid, _ in self.jobs)
+
+    def fill(self, rid: int, session: str, tokens: list[int], progress: bool) -> Iterator[None]:
+        for start in range(0, len(tokens), CHUNK):
+            chunk = tokens[start : start + CHUNK]
+            if DIE in chunk:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if HANG in chunk:
+                time.sleep(600)
+            if BABBLE in chunk:
+                self.socket.send(b"\x81\xa4link\xa5hello")
+            if rid in self.cancelled:
+                return
+            time.sleep(self.pause("chunk_s", 0.002))
+            self.sessions[session].extend(chunk)
+            if progress:
+                done = min(start + CHUNK, len(tokens))
+                self.answer(
+                    rid,
+                    Progress(done=done, total=len(tokens)),
+                    session,
+                    len(self.sessions[session]) - len(chunk),
+                )
+            yield
+
+    def job(self, command: Command) -> Iterator[None]:
+        rid, request, session = command.rid, command.request, command.session
+        assert session is not None
+        if isinstance(request, Open):
+            self.sessions[session] = []
+            yield from self.fill(rid, session, request.tokens or [], False)
+            length = len(self.sessions[session])
+            caps = Caps(
+                trim="any",
+                trim_floor=0,
+                fork="copy",
+                batch=True,
+                speculative=False,
+                kv=KINDS,
+                bytes_per_token=10,
+            )
+            finish = "cancelled" if rid in self.cancelled else "done"
+            self.answer(
+                rid,
+                OpenResult(
+                    session=session,
+                    length=length,
+                    caps=caps,
+                    receipt=Receipt(prefilled=length),
+                    finish=finish,
+                ),
+                session,
+            )
+            return
+        if session not in self.sessions:
+            self.answer(rid, ErrorBody(code="internal", message="the worker was not told of this session"))
+            return
+        tokens = self.sessions[session]
+        before = len(tokens)
+        finish = "done"
+        if isinstance(request, Prefill | Sync):
+            wanted = request.tokens or []
+            kept = before
+            if isinstance(request, Sync):
+                kept = next(
+                    (i for i, (a, b) in enumerate(zip(tokens, wanted, strict=False)) if a != b),
+                    min(before, len(wanted)),
+                )
+                del tokens[kept:]
+                wanted = wanted[kept:]
+            yield from self.fill(rid, session, wanted, isinstance(request, Prefill) and request.progress)
+            finish = "cancelled" if rid in self.cancelled else "done"
+            receipt = Receipt(
+                reused=kept,
+                source="session" if kept else "none",
+                prefilled=len(tokens) - kept,
+                trimmed=before - kept,
+            )
+            self.answer(rid, LengthResult(length=len(tokens), receipt=receipt, finish=finish), session, kept)
+        elif isinstance(request, Decode):
+            yield from self.decode(rid, session, request)
+        elif isinstance(request, Trim):
+            del tokens[request.to if request.to is not None else before - (request.count or 0) :]
+            self.answer(
+                rid,
+                LengthResult(length=len(tokens), receipt=Receipt(trimmed=before - len(tokens))),
+                session,
+                len(tokens),
+            )
+        elif isinstance(request, Fork):
+            for child in command.children:
+                self.sessions[child] = list(tokens)
+            self.answer(
+                rid, ForkResult(sessions=command.children, length=before, shared_bytes=0, copied_bytes=0)
+            )
+        elif isinstance(request, ReadTokens):
+            self.answer(rid, TokensResult(tokens=tokens[request.start or 0 : request.to], text=""))
+        elif isinstance(request, Score):
+            self.answer(rid, ScoreResult(tokens=request.tokens or [], logprobs=[-1.0], total=-1.0))
+        elif isinstance(request, Close):
+            del self.sessions[session]
+            self.answer(rid, CloseResult(freed_bytes=10 * before))
+
+    def decode(self, rid: int, session: str, request: Decode) -> Iterator[None]:
+        tokens = self.sessions[session]
+        made: list[int] = []
+        text = "x" * int(self.script.get("text", 1))
+        finish = "length"
+        while len(made) < request.max_tokens:
+            if rid in self.cancelled:
+                finish = "cancelled"
+                break
+            time.sleep(self.pause("step_s", 0.002))
+            token = len(tokens) % 1000
+            tokens.append(token)
+            made.append(token)
+            if request.stream:
+                self.answer(rid, TokenEvent(tokens=[token], text=text), session, len(tokens) - 1)
+            yield
+        usage = Usage(decoded=len(made), prefilled=1)
+        result = DecodeResult(
+            finish=finish, tokens=made, text=text * len(made), length=len(tokens), usage=usage
+        )  # type: ignore[arg-type]
+        keep = len(tokens) if request.stream else len(tokens) - len(made)
+        self.answer(rid, result, session, keep)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    for name in ("--endpoint", "--model", "--model-id", "--kv-budget", "--log", "--log-level"):
+        parser.add_argument(name)
+    arguments = parser.parse_args()
+    script = dict(pair.partition("=")[::2] for pair in arguments.model.split(",") if pair)
+    return Worker(arguments.endpoint, arguments.model_id, script).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
