@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 
@@ -212,7 +213,8 @@ class Engine:
         if flight is None:
             return
         mx.eval(flight.drawn.arrays())
-        tokens, finite = flight.drawn.tokens.tolist(), flight.drawn.finite.tolist()
+        tokens = cast("list[int]", flight.drawn.tokens.tolist())
+        finite = cast("list[bool]", flight.drawn.finite.tolist())
         logprobs = flight.drawn.read_logprobs()
         now = self.clock_ms()
         self.pace.measured_step(now - max(flight.launched_ms, self._device_free_ms))
@@ -220,7 +222,7 @@ class Engine:
         self.steps += 1
         ended = []
         for row, stream in enumerate(flight.members):
-            if stream.finish is not None:
+            if stream.has_ended():
                 continue  # it ended a step ago; this draw was one too many
             if not finite[row]:
                 stream.finish = "cancelled"
@@ -231,7 +233,7 @@ class Engine:
             self.tokens_decoded += 1
             if stream.request.stream:
                 self.answer(stream.rid, event, self.journal(stream.session, keep))
-            if stream.finish is not None:
+            if stream.has_ended():
                 ended.append((stream, False))
         batch.leave([stream for stream, _ in ended if stream in batch.members])
         for stream, numeric in ended:
@@ -342,7 +344,7 @@ class Engine:
         try:
             if work.started_ms is None and not work.cancelled:
                 work.start(self.clock_ms())
-            work.then(work)
+            work.end()
         except Exception as error:
             self.fail(work.rid, error, self.journal(work.session, 0))
 

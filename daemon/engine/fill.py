@@ -78,6 +78,9 @@ class Fill:
 
     # What the engine's loop asks of any device work done by quanta; `Score` answers the same.
 
+    def end(self) -> None:
+        self.then(self)
+
     @property
     def remaining(self) -> int:
         return self.session.missing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 import mlx.core as mx
 from mlx import nn
@@ -32,6 +33,9 @@ class Score:
         if self.session.cache is not None:
             self.cache = self.session.cache.fork()
 
+    def end(self) -> None:
+        self.then(self)
+
     @property
     def done(self) -> bool:
         return self.remaining == 0
@@ -53,7 +57,7 @@ class Score:
         return [chosen, *self.cache.arrays()]
 
     def landed(self, tokens: int, arrays: list[mx.array]) -> None:
-        self.logprobs.extend(arrays[0].tolist())
+        self.logprobs.extend(cast("list[float]", arrays[0].tolist()))
 
     def result(self) -> ScoreResult:
         return ScoreResult(tokens=self.continuation, logprobs=self.logprobs, total=sum(self.logprobs))

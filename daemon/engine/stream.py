@@ -79,6 +79,9 @@ class Stream:
             or sampling.presence_penalty != 0.0,
         )
 
+    def has_ended(self) -> bool:
+        return self.finish is not None
+
     @property
     def may_draw(self) -> bool:
         """Whether one more draw can be launched, as far as is known before the last one is read."""

@@ -20,6 +20,7 @@ import typer
 import zmq
 
 from stateroom.client.limits import MESSAGE_BYTES_MAX
+from stateroom.client.protocol import ModelInfo
 from stateroom.daemon.engine.commands import Commands
 from stateroom.daemon.engine.engine import Engine
 from stateroom.daemon.engine.model import LoadedModel, ModelError, load
@@ -33,7 +34,6 @@ from stateroom.daemon.link import (
     decode_to_worker,
     encode_from_worker,
 )
-from stateroom.client.protocol import ModelInfo
 from stateroom.daemon.scheduler import Pace
 
 PULSE_S = 1.0  # between two proofs of life
@@ -172,9 +172,7 @@ def main(
         socket.close()
         context.term()
         raise SystemExit(1) from None
-    info = ModelInfo(
-        id=model_id, loaded=True, context=loaded.context, vocab=loaded.vocab, kinds=engine.kinds
-    )
+    info = ModelInfo(id=model_id, loaded=True, context=loaded.context, vocab=loaded.vocab, kinds=engine.kinds)
     log.info("ready", model=model_id, **loaded.facts)
     send(socket, Ready(info, {**loaded.facts, "pid": os.getpid(), "bytes_per_token": engine.bytes_per_token}))
     Worker(socket, engine).run()
