@@ -5,9 +5,9 @@ the row's index, not on its neighbours, not on any global random state. Each row
 on the host from (seed, position), and an option that only a neighbour uses is exactly neutral here.
 
 Order: logit_bias, then repetition, frequency and presence penalty over the last `repetition_window`
-tokens, then top_p, min_p and top_k on the log-probabilities of what came out, then temperature.
+tokens, then top_p, min_p and top_k on the probabilities that come out of that, then temperature.
 Top-p, min-p and top-k each keep the head of the tokens in falling order, so the order among them does
-not matter. A draw is arg-max of `logprob + temperature × Gumbel noise`, which no temperature can overflow.
+not matter. A draw is arg-max of `logit + temperature × Gumbel noise`, which no temperature can overflow.
 
 Shapes: B rows, V vocabulary, n rows that are treated alike, K candidates.
 """
@@ -25,7 +25,6 @@ from stateroom.client.errors import Invalid
 from stateroom.client.protocol import Sampling, TokenLogprob
 
 GREEDY = Sampling()
-TOP_P_LEAST = 1e-30  # smaller ones would be 0 in float32, and keep nothing
 UNIFORM_LEAST = 2.0**-33  # half the step of a 32-bit uniform: its logarithm is finite
 UNIFORM_MOST = 1.0 - 2.0**-24  # the largest float32 below 1
 
@@ -122,7 +121,10 @@ def sample(logits: mx.array, rows: Sequence[Row]) -> Drawn:
     """
     # logits: [B, V]
     logits = logits.astype(mx.float32)
-    finite = mx.isfinite(logits.sum(axis=-1))  # one NaN or infinity makes the sum one
+    # One NaN or infinity makes the sum NaN or infinite, and its difference with itself NaN.
+    drift = logits.sum(axis=-1)
+    drift = drift - drift
+    finite = drift == drift
     if all(_is_plain(row.sampling) for row in rows):
         tokens = mx.argmax(logits, axis=-1)
     else:
@@ -240,24 +242,28 @@ def _steps(sampling: Sampling, vocab: int) -> tuple[bool, bool, int]:
 
 
 def _draw(logits: mx.array, rows: Sequence[Row], nucleus: bool, top_k: int) -> mx.array:
-    """One draw a row, [n] uint32. With top_k, only that many candidates are put in order."""
-    # logprobs, noise: [n, V]
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    temperature = _column([row.sampling.temperature for row in rows])
-    noise = temperature * _gumbel([row_key(row.seed, row.position) for row in rows], logits.shape[1])
-    floor = logprobs.max(axis=-1, keepdims=True) + _column([_log(row.sampling.min_p) for row in rows])
+    """One draw a row, [n] uint32. With top_k, only that many candidates are put in order and get noise."""
+    floor = logits.max(axis=-1, keepdims=True) + _column([_log(row.sampling.min_p) for row in rows])
     if not nucleus and not top_k:
-        return mx.argmax(mx.where(logprobs >= floor, logprobs + noise, -mx.inf), axis=-1)
+        return mx.argmax(mx.where(logits >= floor, logits + _noise(rows, logits.shape[1]), -mx.inf), axis=-1)
     # order, ranked: [n, K] falling
-    order = _falling(logprobs, top_k)
-    ranked = mx.take_along_axis(logprobs, order, axis=-1)
+    order = _falling(logits, top_k)
+    ranked = mx.take_along_axis(logits, order, axis=-1)
     kept = ranked >= floor
     if nucleus:
-        before = mx.cumsum(mx.exp(ranked), axis=-1, inclusive=False)
-        kept = kept & (before < _column([max(row.sampling.top_p, TOP_P_LEAST) for row in rows]))
-    scores = ranked + mx.take_along_axis(noise, order, axis=-1)
-    best = mx.argmax(mx.where(kept, scores, -mx.inf), axis=-1, keepdims=True)
+        # A top_p that float32 rounds to 0 keeps none; arg-max of nothing is then rank 0, as it should be.
+        total = mx.logsumexp(logits, axis=-1, keepdims=True)
+        before = mx.cumsum(mx.exp(ranked - total), axis=-1, inclusive=False)
+        kept = kept & (before < _column([row.sampling.top_p for row in rows]))
+    scores = mx.where(kept, ranked + _noise(rows, ranked.shape[1]), -mx.inf)
+    best = mx.argmax(scores, axis=-1, keepdims=True)
     return mx.take_along_axis(order, best, axis=-1).squeeze(-1)
+
+
+def _noise(rows: Sequence[Row], width: int) -> mx.array:
+    """Gumbel noise times each row's temperature, [n, width]."""
+    keys = [row_key(row.seed, row.position) for row in rows]
+    return _column([row.sampling.temperature for row in rows]) * _gumbel(keys, width)
 
 
 def _falling(values: mx.array, top: int) -> mx.array:
