@@ -154,6 +154,10 @@ class StreamBroken(ClientError):
     """Replies were lost (a gap in the sequence numbers) or can't be read. The request was cancelled."""
 
 
+class NotEnded(ClientError, RuntimeError):
+    """The result of a stream was asked for before its end."""
+
+
 class BadEndpoint(ClientError, ValueError):
     """The endpoint, or a variable that names it, can't work; the message says why and what to do."""
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgpack
 
+from stateroom.client.errors import Invalid
 from stateroom.client.limits import DEPTH_MAX, MESSAGE_BYTES_MAX, PROTOCOL_VERSION, UINT64_MAX
 from stateroom.client.protocol import (
     KV,
@@ -20,6 +21,7 @@ from stateroom.client.protocol import (
     Event,
     InfoResult,
     Kind,
+    Operation,
     Progress,
     Reply,
     Request,
@@ -28,6 +30,7 @@ from stateroom.client.protocol import (
     SessionInfo,
     TokenEvent,
 )
+from stateroom.client.sendable import first_flaw
 
 
 class DecodeError(ValueError):
@@ -163,7 +166,7 @@ def from_wire(message_type: type[M], wire: Any) -> M:
     """
     if not isinstance(wire, dict):
         raise DecodeError(f"{message_type.__name__} must be a map.")
-    kind: type[Any] = message_type
+    kind: Any = message_type  # to `cache`, mypy counts a class as not hashable
     types_of = field_types(kind)
     made = {}
     for name, wire_name in wire_names(kind).items():
@@ -199,8 +202,31 @@ def _build(annotation: Any, value: Any) -> Any:
 
 
 def encode_request(request_id: int, request: Request) -> bytes:
-    """One request frame."""
-    return encode_map({"v": PROTOCOL_VERSION, "id": request_id, "op": request.op, **to_wire(request)})
+    """One request frame.
+
+    Raises:
+        Invalid: what no daemon could read or would take: arguments that exclude each other, a value
+            that has no form in the protocol (see `sendable.py`), a frame above `MESSAGE_BYTES_MAX`.
+            Ranges are left to the daemon.
+    """
+    problem = request.problem()
+    if problem is not None:
+        raise Invalid(problem[1], field=problem[0])
+    arguments = to_wire(request)
+    flaw = first_flaw(arguments)
+    if flaw is None:
+        try:
+            frame = encode_map({"v": PROTOCOL_VERSION, "id": request_id, "op": request.op, **arguments})
+        except (ValueError, TypeError, OverflowError):
+            flaw = first_flaw(arguments, every_integer=True)
+            if flaw is None:
+                raise  # not known to happen: msgpack refuses nothing else
+    if flaw is not None:
+        raise Invalid(f"The argument `{flaw.field}` of `{request.op}` {flaw.wrong}.", field=flaw.field)
+    if len(frame) > MESSAGE_BYTES_MAX:
+        size = f"{len(frame)} bytes; a message may have {MESSAGE_BYTES_MAX} at most"
+        raise Invalid(f"This `{request.op}` has {size}. Send it in parts, say by several prefills.")
+    return frame
 
 
 _KIND_OF: tuple[tuple[type, Kind], ...] = (
@@ -242,30 +268,34 @@ def decode_reply(frame: bytes | memoryview, op_of: Mapping[int, str]) -> Reply:
     """Reads one reply frame; `op_of` tells the operation of each open request, which types its result.
 
     Raises:
-        DecodeError: not a reply of this protocol. A reply to a request that isn't open is read with
-            its envelope and a plain `Result`, so that the caller can drop it.
+        DecodeError: not a reply of this protocol; with the request's id, where that could be read.
+            A reply to a request that isn't open is read as a plain `Result`, so that it can be dropped.
     """
     wire = decode_map(frame)
     kind, seq, request_id = wire.get("kind"), wire.get("seq"), wire.get("id")
     if type(seq) is not int or (request_id is not None and _uint(request_id) is None):
         raise DecodeError("A reply needs seq and id.")
     op = OPERATIONS.get(op_of.get(request_id, "")) if request_id is not None else None
-    body: Body
+    try:
+        return Reply(id=request_id, seq=seq, body=_body_from(kind, op, wire))
+    except DecodeError as error:
+        error.request_id = request_id
+        raise
+
+
+def _body_from(kind: object, op: Operation | None, wire: dict[str, Any]) -> Body:
     if kind == "error":
-        body = from_wire(ErrorBody, wire.get("error"))
-    elif kind == "token":
-        body = from_wire(TokenEvent, wire)
-    elif kind == "progress":
-        body = from_wire(Progress, wire)
-    elif kind == "event":
-        body = from_wire(Event, wire)
-    elif kind == "result":
-        if op is None:
-            body = Result()
-        elif op.result is InfoResult:
-            body = InfoResult(info=from_wire(SessionInfo, wire))
-        else:
-            body = from_wire(op.result, wire)
-    else:
+        return from_wire(ErrorBody, wire.get("error"))
+    if kind == "token":
+        return from_wire(TokenEvent, wire)
+    if kind == "progress":
+        return from_wire(Progress, wire)
+    if kind == "event":
+        return from_wire(Event, wire)
+    if kind != "result":
         raise DecodeError(f"A reply of kind {kind!r} is not known.")
-    return Reply(id=request_id, seq=seq, body=body)
+    if op is None:
+        return Result()
+    if op.result is InfoResult:
+        return InfoResult(info=from_wire(SessionInfo, wire))
+    return from_wire(op.result, wire)

@@ -1,0 +1,309 @@
+"""Rooms: the connection of an app to its daemon, as `Room` and, with coroutines, as `AsyncRoom`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+
+from stateroom.client.arguments import Inputs, inputs_of
+from stateroom.client.inbox import AsyncInbox, Inbox
+from stateroom.client.protocol import (
+    KV,
+    Cancel,
+    CancelResult,
+    Hello,
+    HelloResult,
+    Info,
+    InfoResult,
+    List,
+    ListResult,
+    Load,
+    ModelInfo,
+    ModelResult,
+    Open,
+    OpenResult,
+    Request,
+    Result,
+    SessionClass,
+    SessionInfo,
+    Stats,
+    StatsResult,
+    Unload,
+    Watch,
+)
+from stateroom.client.session import AsyncSession, OnUpdate, Session
+from stateroom.client.stream import AsyncEventStream, EventStream
+
+if TYPE_CHECKING:
+    from stateroom.client.asynchronous import AsyncSocket
+    from stateroom.client.blocking import SocketThread
+
+R = TypeVar("R", bound=Result)
+Infos = list[SessionInfo]  # in a class with a method `list`, the word means that
+
+
+class OpenOptions(Inputs, total=False):
+    """The keyword arguments of `open`."""
+
+    model: str | None  # id or path; the daemon's first model unless given
+    name: str | None  # unique within the app: letters, digits, `.`, `_`, `-`
+    kv: KV | None
+    session_class: SessionClass  # "interactive" or "background"
+    ttl_s: float | None  # closed after so long without use; None: never
+
+
+class Room:
+    """An app's connection to the daemon; any number of threads may use it at once.
+
+    Leaving its `with` closes the connection. Sessions stay in the daemon; get at one again with `session`.
+    If the daemon goes away, open requests fail with `Disconnected`, and the next request connects anew.
+    A Room can't be used in a forked child: connect again there.
+
+    Any method may raise a `StateroomError`, the daemon's answer, or a `ClientError`, when there was none.
+    """
+
+    def __init__(self, thread: SocketThread) -> None:
+        self._thread = thread
+        # Also at the interpreter's exit, so that a Room never closed doesn't hold it up.
+        self._finalizer = weakref.finalize(self, thread.stop)
+
+    @property
+    def endpoint(self) -> str:
+        return self._thread.endpoint
+
+    @property
+    def app(self) -> str:
+        return self._thread.app
+
+    @property
+    def closed(self) -> bool:
+        return self._thread.closed
+
+    @property
+    def server(self) -> HelloResult:
+        """What the daemon said of itself when this Room (last) connected: version, models, limits."""
+        return self._thread.greeting
+
+    def open(
+        self,
+        *,
+        on_update: OnUpdate | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[OpenOptions],
+    ) -> Session:
+        """Opens a session, and prefills it with `text`, `tokens` or `messages` where given.
+
+        Other options: `model`, `name`, `kv`, `session_class`, `ttl_s`; see `OpenOptions`.
+        """
+        result = self.call(Open(**inputs_of(options)), OpenResult, timeout_s=timeout_s, on_update=on_update)
+        session = Session(self, result.session, options.get("name"), result.length, result.caps)
+        session.receipt = result.receipt
+        return session
+
+    def session(self, ref: str) -> Session:
+        """A handle on a session that exists, by its name or id.
+
+        Raises:
+            NotFound: this app has no such session.
+        """
+        info = self.call(Info(session=ref), InfoResult).info
+        return Session(self, info.session, info.name, info.length)
+
+    def list(self) -> Infos:
+        """This app's sessions."""
+        return self.call(List(), ListResult).sessions
+
+    def cancel(self, session: str) -> bool:
+        """Ends the request that runs on a session, by its name or id; False if none did."""
+        return self.call(Cancel(session=session), CancelResult).cancelled
+
+    def hello(self) -> HelloResult:
+        """Asks the daemon what it is and which models it has."""
+        return self.call(Hello(app=self.app), HelloResult)
+
+    def stats(self) -> StatsResult:
+        """The daemon's counters and gauges."""
+        return self.call(Stats(), StatsResult)
+
+    def watch(self, *, sessions: bool = True, stats_every_s: float | None = None) -> EventStream:
+        """What happens in the daemon, as it happens, until the stream is closed."""
+        return EventStream(self.start(Watch(sessions=sessions, stats_every_s=stats_every_s)))
+
+    def load(self, model: str, *, timeout_s: float | None = None) -> ModelInfo:
+        """Loads a model; returns when it is there."""
+        return self.call(Load(model=model), ModelResult, timeout_s=timeout_s).model
+
+    def unload(self, model: str, *, timeout_s: float | None = None) -> ModelInfo:
+        """Frees a model's memory."""
+        return self.call(Unload(model=model), ModelResult, timeout_s=timeout_s).model
+
+    def call(
+        self,
+        request: Request,
+        result_type: type[R],
+        *,
+        timeout_s: float | None = None,
+        on_update: OnUpdate | None = None,
+    ) -> R:
+        """Sends any request of `stateroom.client.protocol` and waits for its result.
+
+        `on_update` is called in this thread with each reply before the last.
+        """
+        inbox = self.start(request, timeout_s=timeout_s)
+        try:
+            while not isinstance(reply := inbox.take(), Result):
+                if on_update is not None:
+                    on_update(reply)
+        finally:
+            inbox.cancel()  # if it hasn't ended: interrupted, or `on_update` raised
+        return result_of(reply, result_type)
+
+    def start(self, request: Request, *, timeout_s: float | None = None) -> Inbox:
+        """Sends any request; its replies come into the inbox, and one thread takes them from there."""
+        return self._thread.start(request, self._thread.timeouts.wait_for(request.op, timeout_s))
+
+    def close(self) -> None:
+        """Closes the connection; what still runs on it fails with `Disconnected`."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"<{type(self).__name__} of app {self.app!r} at {self.endpoint}{state}>"
+
+
+class AsyncRoom:
+    """As `Room`, for asyncio, in one event loop: every method but `watch` is a coroutine.
+
+    It connects when it is entered, awaited, or first used.
+    """
+
+    def __init__(self, socket: AsyncSocket) -> None:
+        self._socket = socket
+
+    @property
+    def endpoint(self) -> str:
+        return self._socket.endpoint
+
+    @property
+    def app(self) -> str:
+        return self._socket.app
+
+    @property
+    def closed(self) -> bool:
+        return self._socket.closed
+
+    @property
+    def server(self) -> HelloResult:
+        """As `Room.server`; there once it is connected."""
+        return self._socket.greeting
+
+    async def open(
+        self,
+        *,
+        on_update: OnUpdate | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[OpenOptions],
+    ) -> AsyncSession:
+        """As `Room.open`."""
+        request = Open(**inputs_of(options))
+        result = await self.call(request, OpenResult, timeout_s=timeout_s, on_update=on_update)
+        session = AsyncSession(self, result.session, options.get("name"), result.length, result.caps)
+        session.receipt = result.receipt
+        return session
+
+    async def session(self, ref: str) -> AsyncSession:
+        """As `Room.session`."""
+        info = (await self.call(Info(session=ref), InfoResult)).info
+        return AsyncSession(self, info.session, info.name, info.length)
+
+    async def list(self) -> Infos:
+        """As `Room.list`."""
+        return (await self.call(List(), ListResult)).sessions
+
+    async def cancel(self, session: str) -> bool:
+        """As `Room.cancel`."""
+        return (await self.call(Cancel(session=session), CancelResult)).cancelled
+
+    async def hello(self) -> HelloResult:
+        """As `Room.hello`."""
+        return await self.call(Hello(app=self.app), HelloResult)
+
+    async def stats(self) -> StatsResult:
+        """As `Room.stats`."""
+        return await self.call(Stats(), StatsResult)
+
+    def watch(self, *, sessions: bool = True, stats_every_s: float | None = None) -> AsyncEventStream:
+        """As `Room.watch`; it starts when the stream is first waited for."""
+        request = Watch(sessions=sessions, stats_every_s=stats_every_s)
+        return AsyncEventStream(lambda: self.start(request))
+
+    async def load(self, model: str, *, timeout_s: float | None = None) -> ModelInfo:
+        """As `Room.load`."""
+        return (await self.call(Load(model=model), ModelResult, timeout_s=timeout_s)).model
+
+    async def unload(self, model: str, *, timeout_s: float | None = None) -> ModelInfo:
+        """As `Room.unload`."""
+        return (await self.call(Unload(model=model), ModelResult, timeout_s=timeout_s)).model
+
+    async def call(
+        self,
+        request: Request,
+        result_type: type[R],
+        *,
+        timeout_s: float | None = None,
+        on_update: OnUpdate | None = None,
+    ) -> R:
+        """As `Room.call`. When its task is cancelled, so is the request."""
+        inbox = await self.start(request, timeout_s=timeout_s)
+        try:
+            while not isinstance(reply := await inbox.take(), Result):
+                if on_update is not None:
+                    on_update(reply)
+        finally:
+            inbox.cancel()
+        return result_of(reply, result_type)
+
+    async def start(self, request: Request, *, timeout_s: float | None = None) -> AsyncInbox:
+        """As `Room.start`; one task takes the replies."""
+        return await self._socket.start(request, self._socket.timeouts.wait_for(request.op, timeout_s))
+
+    async def close(self) -> None:
+        """As `Room.close`."""
+        self._socket.close()
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self.__aenter__().__await__()
+
+    async def __aenter__(self) -> Self:
+        await self._socket.link()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"<{type(self).__name__} of app {self.app!r} at {self.endpoint}{state}>"
+
+
+def result_of(result: Result, result_type: type[R]) -> R:
+    """The result, which the wire has typed by the request's operation.
+
+    Raises:
+        TypeError: the caller expected another.
+    """
+    if not isinstance(result, result_type):
+        raise TypeError(f"This request's result is a {type(result).__name__}, not a {result_type.__name__}.")
+    return result
