@@ -13,7 +13,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 PARTS = ("client", "daemon", "caches", "kernels", "deploy")
 
 
-class LinkHook(BuildHookInterface):  # type: ignore[type-arg]
+class LinkHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version != "editable":
             return

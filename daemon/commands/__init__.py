@@ -11,7 +11,16 @@ import sys
 import typer
 
 from stateroom.client.errors import ClientError, StateroomError
+from stateroom.daemon.commands.chat import chat
+from stateroom.daemon.commands.doctor import doctor
+from stateroom.daemon.commands.generate import generate
+from stateroom.daemon.commands.model import app as model
+from stateroom.daemon.commands.ps import ps, stats
+from stateroom.daemon.commands.serve import serve
+from stateroom.daemon.commands.stop import stop
 from stateroom.daemon.commands.version import version
+from stateroom.daemon.exits import FAILED, Leave
+from stateroom.daemon.models import ModelsError
 
 INTERRUPTED = 130  # as a shell reports a program ended by Ctrl-C
 
@@ -22,8 +31,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.callback()(lambda: None)  # keeps a single command from becoming the whole program
-app.command()(version)
+for command in (serve, stop, generate, chat, ps, stats, doctor, version):
+    app.command()(command)
+app.add_typer(model, name="model")
 
 
 def run() -> int:
@@ -32,9 +42,15 @@ def run() -> int:
         app(standalone_mode=True)
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else 0
-    except (ClientError, StateroomError) as error:
-        sys.stderr.write(f"stateroom: {error}\n")
-        return 1
+    except Leave as leaving:
+        return failed(leaving.message, leaving.code)
+    except (ClientError, StateroomError, ModelsError) as error:
+        return failed(str(error), FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
+
+
+def failed(message: str, code: int) -> int:
+    sys.stderr.write(f"stateroom: {message}\n")
+    return code

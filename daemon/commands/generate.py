@@ -1,0 +1,42 @@
+"""`stateroom generate`: one answer, streamed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from stateroom.client import connect
+from stateroom.client.protocol import Message, Sampling
+from stateroom.daemon.commands.options import COMMANDS_APP, Endpoint, MaxTokens, Model, Seed, Temperature
+from stateroom.daemon.commands.terminal import write
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to answer; - reads it from the standard input.")],
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    model: Model = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it stands, without template.")
+    ] = False,
+    endpoint: Endpoint = None,
+) -> None:
+    """Answers one prompt and forgets it."""
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    sampling = Sampling(temperature=temperature, seed=seed)
+    with connect(endpoint, app=COMMANDS_APP) as room:
+        if raw:
+            session = room.open(model=model, text=prompt)
+        else:
+            session = room.open(model=model, messages=[Message(role="user", content=prompt)])
+        try:
+            with session.decode(max_tokens=max_tokens, sampling=sampling) as stream:
+                for token in stream:
+                    write(token.text)
+        finally:
+            write("\n")
+            session.close()

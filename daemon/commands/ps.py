@@ -1,0 +1,66 @@
+"""`stateroom ps` and `stateroom stats`: what the daemon holds, and what it has done."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from rich.table import Table
+
+from stateroom.client import connect
+from stateroom.client.protocol import SessionInfo
+from stateroom.daemon.commands.options import COMMANDS_APP, App, AsJson, Endpoint
+from stateroom.daemon.commands.terminal import age, err, out, size
+
+
+def ps(app: App = COMMANDS_APP, as_json: AsJson = False, endpoint: Endpoint = None) -> None:
+    """The sessions of one owner."""
+    with connect(endpoint, app=app) as room:
+        sessions = room.list()
+    if as_json:
+        out.print_json(json.dumps([asdict(session) for session in sessions]))
+    elif sessions:
+        out.print(table(sessions))
+    else:
+        err.print(f"{app} has no sessions.")
+
+
+def table(sessions: list[SessionInfo]) -> Table:
+    """One row a session, the most recently used first."""
+    made = Table(box=None, pad_edge=False)
+    for heading in ("SESSION", "NAME", "MODEL", "STATE"):
+        made.add_column(heading, overflow="fold" if heading == "SESSION" else "ellipsis")
+    for heading in ("TOKENS", "PRIVATE", "SHARED", "IDLE", "AGE"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    for session in sorted(sessions, key=lambda session: session.idle_s):
+        made.add_row(
+            session.session,
+            session.name or "",
+            session.model,
+            session.running or (session.state if session.tier == "resident" else session.tier),
+            str(session.length),
+            size(session.private_bytes),
+            size(session.shared_bytes),
+            age(session.idle_s),
+            age(session.age_s),
+        )
+    return made
+
+
+def stats(as_json: AsJson = False, endpoint: Endpoint = None) -> None:
+    """Counters since the start, gauges of now, and the models."""
+    with connect(endpoint, app=COMMANDS_APP) as room:
+        result = room.stats()
+    if as_json:
+        out.print_json(json.dumps(asdict(result)))
+        return
+    made = Table(box=None, pad_edge=False, show_header=False)
+    made.add_column(justify="left")
+    made.add_column(justify="right")
+    for name, count in sorted(result.counters.items()):
+        made.add_row(name, f"{count:,}")
+    for name, gauge in sorted(result.gauges.items()):
+        made.add_row(name, size(gauge) if name.endswith("_bytes") else f"{gauge:,.6g}")
+    out.print(made)
+    for model in result.models:
+        out.print(", ".join(f"{name} {value}" for name, value in model.items()), markup=False)
