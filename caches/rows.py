@@ -63,7 +63,7 @@ class PackedRows:
         self._forward = _Forward(
             tokens=n,
             width=width,
-            capacity=max(capacity_for(width), self.capacity),
+            capacity=self.capacity if width <= self.capacity else capacity_for(width),
             position=position,
             start=_columns(layout, n) if scatter else mx.array([width - n], dtype=mx.int32),
             scatter=scatter,
@@ -181,10 +181,8 @@ class PackedRows:
         if not layout.width:
             return self._made([None] * len(self.planes), layout)
         index = mx.array(list(keep), dtype=mx.int32)
-        end = cut + layout.width
-        return self._made(
-            [None if p is None else mx.take(p[:, :, cut:end], index, axis=0) for p in self.planes], layout
-        )
+        planes = [None if p is None else mx.take(p[:, :, cut:], index, axis=0) for p in self.planes]
+        return self._made(planes, layout)
 
     def filter_rows(self, keep: Sequence[int]) -> None:
         """`filtered`, in place."""
@@ -261,7 +259,7 @@ def _merged(planes: list[Plane], layouts: list[Layout], shifts: Sequence[int], l
     if len(kinds) != 1:
         raise Mismatch(f"rows of different geometry or dtype: {sorted(map(str, kinds))}")
     heads, field_width, dtype = filled[0].shape[1], filled[0].shape[3], filled[0].dtype
-    merged = mx.zeros((layout.rows, heads, capacity_for(layout.width), field_width), dtype=dtype)
+    merged = mx.zeros((layout.rows, heads, capacity_for(layout.width + 1), field_width), dtype=dtype)
     row = 0
     for plane, held, shift in zip(planes, layouts, shifts, strict=True):
         if plane is not None and held.width:
