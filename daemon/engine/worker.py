@@ -174,7 +174,7 @@ def main(
         raise SystemExit(1) from None
     info = ModelInfo(id=model_id, loaded=True, context=loaded.context, vocab=loaded.vocab, kinds=engine.kinds)
     log.info("ready", model=model_id, **loaded.facts)
-    send(socket, Ready(info, {**loaded.facts, "pid": os.getpid(), "bytes_per_token": engine.bytes_per_token}))
+    send(socket, Ready(info, {**loaded.facts, "bytes_per_token": engine.bytes_per_token}))
     Worker(socket, engine).run()
     socket.close()
     context.term()
