@@ -271,3 +271,91 @@ def write_tiny_model(
         )
     )
     return folder
+
+
+# ---------------------------------------------------------------- GGUF
+
+_GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    """mlx-lm's name of a llama weight as GGUF files have it."""
+    stem, _, kind = name.rpartition(".")
+    if stem in _GGUF_NAMES:
+        return f"{_GGUF_NAMES[stem]}.{kind}"
+    _, _, layer, rest = stem.split(".", 3)
+    return f"blk.{layer}.{_GGUF_NAMES[rest]}.{kind}"
+
+
+def gguf_rows(name: str, weight: mx.array, config: Config) -> mx.array:
+    """The rows of query and key weights in the order of GGUF: the two of a rotary pair side by side."""
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+    if heads is None:
+        return weight
+    split = weight.reshape(config[heads], 2, config["head_dim"] // 2, -1)
+    return split.swapaxes(1, 2).reshape(weight.shape)
+
+
+def tiny_gguf_metadata(config: Config, pre: str = "smollm") -> dict[str, Any]:
+    backend = tiny_backend()
+    tokens = [backend.id_to_token(i) or f"[PAD{i}]" for i in range(config["vocab_size"])]
+    kinds = [3 if token in SPECIAL else 5 if token.startswith("[PAD") else 1 for token in tokens]
+    numbers = {
+        "llama.block_count": config["num_hidden_layers"],
+        "llama.embedding_length": config["hidden_size"],
+        "llama.feed_forward_length": config["intermediate_size"],
+        "llama.attention.head_count": config["num_attention_heads"],
+        "llama.attention.head_count_kv": config["num_key_value_heads"],
+        "llama.rope.dimension_count": config["head_dim"],
+        "llama.context_length": config["max_position_embeddings"],
+        "tokenizer.ggml.bos_token_id": backend.token_to_id(BOS),
+        "tokenizer.ggml.eos_token_id": backend.token_to_id(ENDS),
+    }
+    return {
+        "general.architecture": "llama",
+        "llama.rope.freq_base": mx.array(config["rope_theta"], dtype=mx.float32),
+        "llama.attention.layer_norm_rms_epsilon": mx.array(config["rms_norm_eps"], dtype=mx.float32),
+        **{key: mx.array(value, dtype=mx.uint32) for key, value in numbers.items()},
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": mx.array(kinds, dtype=mx.int32),
+        "tokenizer.ggml.merges": list(MERGES),
+        "tokenizer.chat_template": CHAT_TEMPLATE,
+    }
+
+
+def write_tiny_gguf(
+    path: Path,
+    *,
+    layers: int = 2,
+    width: int = 32,
+    seed: int = 0,
+    pre: str = "smollm",
+    metadata: dict[str, Any] | None = None,
+    tensors: dict[str, mx.array] | None = None,
+) -> Path:
+    """The tiny llama as a GGUF file, with more or other `metadata` and `tensors` (None: without that one)."""
+    config = tiny_config("llama", layers=layers, width=width)
+    weights = dict(tree_flatten(_module(config, seed).parameters()))
+    arrays = {gguf_name(name): gguf_rows(name, weight, config) for name, weight in weights.items()}
+    entries = tiny_gguf_metadata(config, pre) | (metadata or {})
+    mx.save_gguf(
+        str(path),
+        {name: array for name, array in (arrays | (tensors or {})).items() if array is not None},
+        {key: value for key, value in entries.items() if value is not None},
+    )
+    return path

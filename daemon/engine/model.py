@@ -225,6 +225,10 @@ def _load_gguf(path: Path) -> tuple[nn.Module, Tokenizer, dict[str, Any]]:
     file = gguf.read(path)
     config = gguf.config(file)
     tokenizer = vocabulary.tokenizer(file)
+    if tokenizer.vocab > config["vocab_size"]:
+        raise ModelError(
+            f"{path} has {tokenizer.vocab} tokens but only {config['vocab_size']} embeddings.", permanent=True
+        )
     llama = mlx_lm.models.llama
     model = llama.Model(llama.ModelArgs.from_dict(config))
     weights = gguf.weights(file, dense=on_cpu())
