@@ -48,6 +48,7 @@ class Broker:
             self._context,
             lambda routing_id, fd, frames: self.desk.receive(routing_id, fd, frames),
             lambda fd: self.peers.lost(fd),
+            lambda: self.peers.bury(),
         )
         self._tick_alarm, self._flush_alarm = _Alarm(self._tick), _Alarm(self._flush)
         self._watch_alarm = _Alarm(lambda: self.watchers.tick())

@@ -234,11 +234,12 @@ class Desk:
 
     def stats(self) -> StatsResult:
         """Counters since start, gauges of now."""
-        held = sum(ticket.state is RequestState.HELD for ticket in self._tickets)
+        lasting = [ticket for ticket in self._tickets if not isinstance(ticket.request, AT_ONCE)]
+        held = sum(ticket.state is RequestState.HELD for ticket in lasting)
         gauges: dict[str, float] = {
             "clients": len(self._peers),
-            "requests_open": len(self._tickets),
-            "running": len(self._tickets) - held - len(self._watchers),
+            "requests_open": len(lasting),
+            "running": len(lasting) - held - len(self._watchers),
             "queued": held,
             "watchers": len(self._watchers),
             "sessions": len(self._catalog),

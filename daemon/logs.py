@@ -10,6 +10,8 @@ from typing import Literal, TextIO
 import structlog
 from structlog.typing import FilteringBoundLogger, Processor
 
+from stateroom.daemon.clock import Clock
+
 LogFormat = Literal["json", "console"]
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 INCIDENT_BYTES = 6
@@ -22,7 +24,10 @@ def make_log(log_format: LogFormat, level: str, stream: TextIO | None = None) ->
     if log_format == "json":
         ending = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
-        ending = [structlog.dev.ConsoleRenderer(colors=stream.isatty(), pad_event_to=16)]
+        # Strings are quoted: some are a client's own, and may hold what a terminal would obey.
+        ending = [
+            structlog.dev.ConsoleRenderer(colors=stream.isatty(), pad_event_to=16, repr_native_str=True)
+        ]
     logger: FilteringBoundLogger = structlog.wrap_logger(
         structlog.WriteLogger(stream),
         processors=[
@@ -48,6 +53,26 @@ def silent() -> FilteringBoundLogger:
         structlog.ReturnLogger(), wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL + 1)
     )
     return logger
+
+
+class Rate:
+    """Lets so many entries through in a second, and counts those it keeps back."""
+
+    def __init__(self, clock: Clock, per_s: int) -> None:
+        self._clock, self._per_s = clock, per_s
+        self._since_s, self._passed, self._kept_back = clock(), 0, 0
+
+    def passes(self) -> tuple[bool, int | None]:
+        """Whether the next entry may be written, and how many were not since the last that was."""
+        now_s = self._clock()
+        if now_s - self._since_s >= 1.0:
+            self._since_s, self._passed = now_s, 0
+        if self._passed >= self._per_s:
+            self._kept_back += 1
+            return False, None
+        self._passed += 1
+        kept_back, self._kept_back = self._kept_back, 0
+        return True, kept_back or None
 
 
 def incident() -> str:

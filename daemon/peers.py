@@ -70,6 +70,7 @@ class Peers:
         self._on_gone, self._on_waiting = on_gone, on_waiting
         self._peers: dict[bytes, Peer] = {}
         self._waiting: set[Peer] = set()  # those with something in the outbox
+        self._leaving: list[Peer] = []  # connection closed, but messages of theirs may still be unread
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -124,10 +125,14 @@ class Peers:
                 self._waiting.discard(peer)
 
     def lost(self, descriptor: int) -> None:
-        """The connection with this descriptor closed."""
-        for peer in list(self._peers.values()):
-            if peer.descriptor == descriptor:
-                self.vanish(peer)
+        """The connection with this descriptor closed. Its last messages are still heard, until `bury`."""
+        self._leaving += [peer for peer in self._peers.values() if peer.descriptor == descriptor]
+
+    def bury(self) -> None:
+        """What had come was read: those whose connection closed vanish."""
+        leaving, self._leaving = self._leaving, []
+        for peer in leaving:
+            self.vanish(peer)
 
     def vanish(self, peer: Peer) -> None:
         if peer.gone:

@@ -27,11 +27,16 @@ _monitors = itertools.count()
 
 
 class _Pump:
-    """Calls `receive` until it says that nothing is left, whenever something may have come."""
+    """Calls `receive` until it says that nothing is left, whenever something may have come; then `after`."""
 
-    def __init__(self, socket: zmq.Socket[bytes], receive: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        receive: Callable[[], bool],
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._receive = receive
+        self._receive, self._after = receive, after
         self._descriptor = socket.FD
         self._due = False
         self._closed = False
@@ -46,14 +51,12 @@ class _Pump:
 
     def _run(self) -> None:
         self._due = False
-        left = True
+        left, received = True, 0
         try:
-            for _ in range(BURST_MAX):
-                if self._closed:
-                    return
+            while left and received < BURST_MAX and not self._closed:
                 left = self._receive()
-                if not left:
-                    return
+                received += 1
+            self._after()
         finally:
             if left:
                 self.look()
@@ -66,8 +69,9 @@ class _Pump:
 class PublicSocket:
     """The ROUTER that clients connect to.
 
-    `on_message(routing id, descriptor, frames after the routing id)`; `on_gone(descriptor)` once a connection
-    closed. The descriptor of a connection that closed is told before any message of its successor.
+    `on_message(routing id, descriptor, frames after the routing id)`. `on_gone(descriptor)` once a connection
+    closed, before any message of a successor with its descriptor; messages of its own may follow until
+    `on_drained()`, which is called when what had come was received.
     """
 
     def __init__(
@@ -75,8 +79,9 @@ class PublicSocket:
         context: zmq.Context[zmq.Socket[bytes]],
         on_message: Callable[[bytes, int, list[bytes]], None],
         on_gone: Callable[[int], None],
+        on_drained: Callable[[], None],
     ) -> None:
-        self._on_message, self._on_gone = on_message, on_gone
+        self._on_message, self._on_gone, self._on_drained = on_message, on_gone, on_drained
         self._alive: set[int] = set()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
@@ -96,7 +101,8 @@ class PublicSocket:
     def bind(self, endpoint: str) -> str:
         """Binds, begins to receive, and gives the endpoint with its real port."""
         self._socket.bind(endpoint)
-        self._pumps = [_Pump(self._monitor, self._receive_event), _Pump(self._socket, self._receive)]
+        messages = _Pump(self._socket, self._receive, self._on_drained)
+        self._pumps = [messages, _Pump(self._monitor, self._receive_event, messages.look)]
         bound = self._socket.get(zmq.LAST_ENDPOINT)
         return (bound.decode() if isinstance(bound, bytes) else str(bound)).rstrip("\0")
 

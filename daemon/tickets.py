@@ -27,10 +27,12 @@ from stateroom.client.wire import body_to_wire, encode_reply, to_wire
 from stateroom.daemon.catalog import Session
 from stateroom.daemon.clock import Clock
 from stateroom.daemon.lifecycle import REQUESTS, RequestEvent, RequestState, after
+from stateroom.daemon.logs import Rate
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer, Peers
 
 SESSION_SHOWN = 8  # characters of a session id in the log: enough to follow it, too few to use it
+REFUSALS_LOGGED_PER_S = 20  # of frames that never became a request: a broken client must not fill the disk
 MUTE = (RequestState.CUT, RequestState.ORPHANED)  # nobody hears their replies but the last
 
 
@@ -73,6 +75,7 @@ class Tickets:
         self._peers, self._metrics, self._clock, self._log = peers, metrics, clock, log
         self._on_overflow = on_overflow
         self._log_content = log_content
+        self._refusals = Rate(clock, REFUSALS_LOGGED_PER_S)
         self._rids = itertools.count(1)
         self._open: dict[int, Ticket] = {}
 
@@ -155,9 +158,18 @@ class Tickets:
         self._peers.send(peer, [b"", frame] if delimited else [frame], final=True)
         self._metrics.count("replies")
         self._metrics.request(op or "none", error.code)
-        self._log.info(
-            "request", id=request_id, op=op, owner=peer.app, code=error.code, field=error.field, ms=0.0
-        )
+        passes, unlogged = self._refusals.passes()
+        if passes:
+            self._log.info(
+                "request",
+                id=request_id,
+                op=op,
+                owner=peer.app,
+                code=error.code,
+                field=error.field,
+                ms=0.0,
+                unlogged=unlogged,
+            )
 
     def _ended(self, ticket: Ticket, body: Body) -> None:
         del self._open[ticket.rid]

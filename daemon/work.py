@@ -97,7 +97,9 @@ class Work:
             raise self._busy(ticket, session)
 
     def load(self, ticket: Ticket, engine: Engine) -> None:
-        """Answers once the model is ready."""
+        """Answers once the model is ready. One that could not be loaded is tried again."""
+        if engine.state is EngineState.FAILED and engine.pid is None:
+            engine.begin()
         self._supervisor.ensure(engine)
         ticket.model = engine.id
         if engine.ready:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.daemon.rig import Rig
 
 from stateroom.daemon.config import ModelSpec
-from tests.daemon.rig import Rig
 
 StartBroker = Callable[..., Rig]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgpack
 import pytest
 import zmq
-
 from tests.daemon.rig import Raw, Rig
 
 

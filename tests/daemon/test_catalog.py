@@ -1,0 +1,114 @@
+"""Sessions by id and name, whose they are, and what the journal makes of their tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from stateroom.client.errors import Capacity, Exists, NotFound
+from stateroom.daemon.catalog import Catalog, Session
+from stateroom.daemon.clock import ManualClock
+from stateroom.daemon.lifecycle import SessionEvent
+from stateroom.daemon.link import Journal
+
+
+def add(catalog: Catalog, owner: str = "app", name: str | None = None, ttl_s: float | None = None) -> Session:
+    (session,) = catalog.add(owner, "toy", [name], "interactive", ttl_s, [])
+    session.advance(SessionEvent.OPENED)
+    return session
+
+
+def close(catalog: Catalog, session: Session) -> None:
+    session.advance(SessionEvent.CLOSE)
+    session.advance(SessionEvent.END)
+    catalog.remove(session)
+
+
+def test_ids_and_names_find_own_sessions_only() -> None:
+    catalog = Catalog(ManualClock())
+    mine, theirs = add(catalog, "a", "draft"), add(catalog, "b", "draft")
+    assert catalog.find("a", "draft") is catalog.find("a", mine.id) is mine
+    assert catalog.find("b", "draft") is theirs
+    for owner, reference in (("a", theirs.id), ("c", "draft"), ("c", mine.id), ("a", "other")):
+        with pytest.raises(NotFound) as caught:
+            catalog.find(owner, reference)
+        assert caught.value.field == "session"
+        assert reference not in caught.value.message
+    assert [session.id for session in catalog.owned("a")] == [mine.id]
+
+
+def test_a_session_named_like_anothers_id_shadows_nothing() -> None:
+    catalog = Catalog(ManualClock())
+    mine = add(catalog, "a")
+    trap = add(catalog, "b", mine.id)
+    assert catalog.find("a", mine.id) is mine
+    assert catalog.find("b", mine.id) is trap
+
+
+def test_names_are_unique_until_closed_and_added_together_or_not_at_all() -> None:
+    catalog = Catalog(ManualClock())
+    first = add(catalog, name="x")
+    with pytest.raises(Exists):
+        catalog.add("app", "toy", ["y", "x"], "interactive", None, [first.id])
+    assert len(catalog) == 1
+    assert len(catalog.add("app", "toy", ["y", None], "interactive", None, [first.id])) == 2
+    close(catalog, first)
+    assert add(catalog, name="x").id != first.id
+
+
+def test_there_is_a_limit_of_sessions() -> None:
+    catalog = Catalog(ManualClock(), sessions_max=2)
+    first = add(catalog)
+    with pytest.raises(Capacity):
+        catalog.add("app", "toy", [None, None], "interactive", None, [])
+    add(catalog)
+    with pytest.raises(Capacity) as caught:
+        add(catalog)
+    assert caught.value.details["retry_after_s"] > 0
+    close(catalog, first)
+    add(catalog)
+
+
+def test_ids_cannot_be_guessed() -> None:
+    """128 bits at least: 22 characters of base64, none repeated in a thousand."""
+    catalog = Catalog(ManualClock())
+    ids = {add(catalog).id for _ in range(1000)}
+    assert len(ids) == 1000
+    assert min(map(len, ids)) >= 22
+
+
+def test_the_journal_keeps_a_prefix_and_appends() -> None:
+    session = add(Catalog(ManualClock()))
+    for keep, tokens, expected in (
+        (0, [1, 2, 3], [1, 2, 3]),
+        (3, [4], [1, 2, 3, 4]),
+        (2, [], [1, 2]),
+        (1, [2**31 - 1, 9], [1, 2**31 - 1, 9]),
+        (0, [], []),
+    ):
+        session.journal(Journal(session.id, keep, tokens, private_bytes=10, shared_bytes=5))
+        assert session.tokens.tolist() == expected
+        assert session.length == len(expected)
+    assert (session.private_bytes, session.shared_bytes, session.resident) == (10, 5, True)
+    with pytest.raises(AssertionError):
+        session.journal(Journal(session.id, 1, []))
+    session.forget_engine()
+    assert (session.private_bytes, session.shared_bytes, session.resident) == (0, 0, False)
+
+
+def test_idle_sessions_expire_by_the_clock_given() -> None:
+    clock = ManualClock(1000.0)
+    catalog = Catalog(clock)
+    short, long, forever = add(catalog, ttl_s=10), add(catalog, ttl_s=100), add(catalog)
+    clock.advance(9.9)
+    assert catalog.expired() == []
+    catalog.touch(short)
+    clock.advance(9.9)
+    assert catalog.expired() == []
+    clock.advance(0.1)
+    assert catalog.expired() == [short]
+    clock.advance(1000)
+    assert set(catalog.expired()) == {short, long}
+    long.advance(SessionEvent.START)
+    assert forever not in catalog.expired()
+    assert catalog.expired() == [short]
+    assert catalog.info(forever).age_s == pytest.approx(1019.9)
