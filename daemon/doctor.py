@@ -24,6 +24,7 @@ from stateroom.daemon.models import list_installed
 
 State = Literal["pass", "note", "problem"]
 PACKAGES = ("stateroom", "pyzmq", "msgpack", "mlx", "mlx-lm", "structlog", "pydantic", "typer", "rich")
+FACTS = ("architecture", "device", "dtype", "blas")  # of a worker, worth a line
 PROBE_S = 120.0  # mlx's first import on a cold disk
 HELLO_S = 3.0
 DISK_BYTES_MIN = 2 * 2**30  # a small model with room to convert it
@@ -201,5 +202,5 @@ def daemon() -> Iterator[Check]:
         if model["failure"]:
             yield problem("engine", f"{finding}: {model['failure']}")
         else:
-            facts = ", ".join(f"{name} {value}" for name, value in model["facts"].items())
+            facts = ", ".join(f"{name} {model['facts'][name]}" for name in FACTS if name in model["facts"])
             yield passed("engine", f"{finding}{f' ({facts})' if facts else ''}")

@@ -12,6 +12,7 @@ import typer
 
 from stateroom.client.errors import ClientError, StateroomError
 from stateroom.daemon.commands.chat import chat
+from stateroom.daemon.commands.demo import demo
 from stateroom.daemon.commands.doctor import doctor
 from stateroom.daemon.commands.generate import generate
 from stateroom.daemon.commands.model import app as model
@@ -31,7 +32,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, stop, generate, chat, ps, stats, doctor, version):
+for command in (serve, stop, demo, generate, chat, ps, stats, doctor, version):
     app.command()(command)
 app.add_typer(model, name="model")
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
+from rich.markup import escape
 from rich.table import Table
 
 from stateroom.client import connect
 from stateroom.client.protocol import SessionInfo
 from stateroom.daemon.commands.options import COMMANDS_APP, App, AsJson, Endpoint
 from stateroom.daemon.commands.terminal import age, err, out, size
+
+ID_SHOWN = 8  # characters of an id that the table has room for; --json has all of it
 
 
 def ps(app: App = COMMANDS_APP, as_json: AsJson = False, endpoint: Endpoint = None) -> None:
@@ -29,14 +32,14 @@ def table(sessions: list[SessionInfo]) -> Table:
     """One row a session, the most recently used first."""
     made = Table(box=None, pad_edge=False)
     for heading in ("SESSION", "NAME", "MODEL", "STATE"):
-        made.add_column(heading, overflow="fold" if heading == "SESSION" else "ellipsis")
+        made.add_column(heading, no_wrap=True)
     for heading in ("TOKENS", "PRIVATE", "SHARED", "IDLE", "AGE"):
         made.add_column(heading, justify="right", no_wrap=True)
     for session in sorted(sessions, key=lambda session: session.idle_s):
         made.add_row(
-            session.session,
-            session.name or "",
-            session.model,
+            session.session[:ID_SHOWN],
+            escape(session.name or ""),
+            escape(session.model),
             session.running or (session.state if session.tier == "resident" else session.tier),
             str(session.length),
             size(session.private_bytes),
@@ -63,4 +66,7 @@ def stats(as_json: AsJson = False, endpoint: Endpoint = None) -> None:
         made.add_row(name, size(gauge) if name.endswith("_bytes") else f"{gauge:,.6g}")
     out.print(made)
     for model in result.models:
-        out.print(", ".join(f"{name} {value}" for name, value in model.items()), markup=False)
+        out.print(f"\n[bold]{escape(model['id'])}[/bold] is {model['state']}")
+        told = {**model, **model.get("facts", {}), **model.get("gauges", {})}
+        plain = (f"{name} {value}" for name, value in told.items() if isinstance(value, str | int | float))
+        out.print(", ".join(part for part in plain if not part.startswith(("id ", "state "))), markup=False)
