@@ -103,9 +103,17 @@ class Rig:
 class Raw:
     """One connection: requests as maps, replies as maps, in the order in which they come."""
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, kind: int = zmq.DEALER) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        endpoint: str,
+        kind: int = zmq.DEALER,
+        receive_queue: int | None = None,
+    ) -> None:
         self.socket = context.socket(kind)
         self.socket.setsockopt(zmq.LINGER, 0)
+        if receive_queue is not None:
+            self.socket.setsockopt(zmq.RCVHWM, receive_queue)
         self.socket.connect(endpoint)
         self._ids = itertools.count(1)
         self.kept: list[dict[str, Any]] = []
