@@ -12,6 +12,7 @@ import json
 import re
 import resource
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ with _limits_kept():
     import mlx_lm.models.llama
     import mlx_lm.utils
 
+MESSAGE_CHARACTERS_MAX = 300  # of another library's message in ours
 CONTEXT_DEFAULT = 4096  # tokens, for a model that doesn't say
 CONTEXT_KEYS = (
     "max_position_embeddings",
@@ -169,12 +171,13 @@ def _fetch(hf_id: str) -> Path:
     except Exception as error:
         missing = type(error).__name__ in ("RepositoryNotFoundError", "GatedRepoError", "HFValidationError")
         raise ModelError(
-            f"The model {hf_id} can't be fetched: {_first_line(error)}", permanent=missing
+            f"The model {hf_id} can't be fetched: {_one_line(error)}", permanent=missing
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _one_line(error: BaseException) -> str:
+    """An exception's message on one line, of a length that a sentence can hold."""
+    return textwrap.shorten(str(error), MESSAGE_CHARACTERS_MAX, placeholder=" …") or type(error).__name__
 
 
 # ---------------------------------------------------------------- mlx-lm directories
@@ -189,7 +192,7 @@ def _load_directory(path: Path) -> tuple[nn.Module, Tokenizer, dict[str, Any]]:
         raise
     except Exception as error:  # whatever a broken directory makes mlx-lm or transformers raise
         raise ModelError(
-            f"The model at {path} can't be loaded: {_first_line(error)}", permanent=True
+            f"The model at {path} can't be loaded: {_one_line(error)}", permanent=True
         ) from error
     if on_cpu():
         model = _to_float32(model)
@@ -241,7 +244,7 @@ def _load_gguf(path: Path) -> tuple[nn.Module, Tokenizer, dict[str, Any]]:
         model.load_weights(list(weights.items()), strict=True)
     except ValueError as error:
         raise ModelError(
-            f"{path} doesn't hold a whole llama model: {_first_line(error)}", permanent=True
+            f"{path} doesn't hold a whole llama model: {_one_line(error)}", permanent=True
         ) from error
     model.eval()
     return model, tokenizer, config

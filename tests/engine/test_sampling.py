@@ -350,7 +350,7 @@ def test_more_logprobs_than_tokens() -> None:
 
 @pytest.mark.parametrize("token", [V, 10**6, 2**31 - 1])
 def test_ids_past_the_vocabulary_are_refused(token: int) -> None:
-    """Written out of range they would corrupt memory."""
+    """B25: written out of range they would corrupt memory."""
     with pytest.raises(Invalid) as caught:
         check(Sampling(logit_bias=[(0, 1.0), (token, 1.0)]), V)
     assert caught.value.field == "sampling.logit_bias"

@@ -171,7 +171,18 @@ def test_truncation_in_the_file_is_ignored() -> None:
     backend.enable_truncation(4)
     backend.enable_padding(length=8)
     tokenizer = Tokenizer.over(backend)
-    assert tokenizer.decode(tokenizer.encode("abcdefghij", first=True)) == "abcdefghij"
+    for text in ("abcdefghij", "a"):
+        assert len(tokenizer.encode(text, first=True)) == len(text)
+
+
+def test_added_tokens_are_spelled_as_they_are() -> None:
+    """Their letters stand for themselves, not for bytes as in the vocabulary."""
+    backend = tiny_backend()
+    backend.add_tokens([AddedToken("<é>", normalized=False)])
+    tokenizer = Tokenizer.over(backend)
+    tokens = tokenizer.encode("a<é>é", first=True)
+    assert len(tokens) == 4
+    assert tokenizer.decode(tokens) == "a<é>é"
 
 
 # ---------------------------------------------------------------- templates
