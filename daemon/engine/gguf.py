@@ -142,7 +142,9 @@ def _rows(file: GGUF, tensor: str) -> int:
 
 def _refuse_the_unknown(file: GGUF, head_dim: int) -> None:
     wrong = None
-    if _get(file, "expert_count", 0):
+    if file.metadata.get("split.count", 1) > 1:
+        wrong = "its weights in several files"
+    elif _get(file, "expert_count", 0):
         wrong = "a mixture of experts"
     elif _get(file, "rope.dimension_count", head_dim) != head_dim:
         wrong = "rotary embedding of a part of each head"

@@ -107,7 +107,6 @@ def load(spec: str, model_id: str | None = None) -> LoadedModel:
     path = _local(spec) or _fetch(spec)
     is_file = path.is_file()
     model, tokenizer, config = (_load_gguf if is_file else _load_directory)(path)
-    model.freeze()
     mx.eval(model.parameters())
     return LoadedModel(
         id=model_id or (Path(spec).stem if is_file else Path(spec).name),
@@ -187,7 +186,9 @@ def _load_directory(path: Path) -> tuple[nn.Module, Tokenizer, dict[str, Any]]:
     _check_config(path)
     try:
         model, config = mlx_lm.utils.load_model(path, lazy=True)
-        wrapper = mlx_lm.utils.load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+        # Asked for nothing, transformers would ask on stdin whether to run the directory's code.
+        no_code = {"trust_remote_code": False}
+        wrapper = mlx_lm.utils.load_tokenizer(path, no_code, eos_token_ids=config.get("eos_token_id"))
     except ModelError:
         raise
     except Exception as error:  # whatever a broken directory makes mlx-lm or transformers raise
@@ -288,13 +289,16 @@ def _context(config: dict[str, Any]) -> int:
 
 
 def _vocab(model: nn.Module, config: dict[str, Any]) -> int:
+    """Rows of the embedding of tokens: of several by that name the fewest, of others (positions) the most."""
     rows = [
-        (path.rpartition(".")[2] in EMBEDDING_NAMES, module.weight.shape[0])
+        (path.rpartition(".")[2], int(module.weight.shape[0]))
         for path, module in model.named_modules()
         if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
     ]
+    if named := [count for name, count in rows if name in EMBEDDING_NAMES]:
+        return min(named)
     if rows:
-        return int(max(rows)[1])
+        return max(count for _, count in rows)
     stated = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     if not stated:
         raise ModelError("The model has no embedding of tokens that could be found.", permanent=True)

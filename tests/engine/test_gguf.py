@@ -159,6 +159,7 @@ def test_rope_factors_stretch_the_wavelengths(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another architecture": ({"general.architecture": "qwen2"}, "'qwen2'"),
     "experts": ({"llama.expert_count": mx.array(8, dtype=mx.uint32)}, "mixture of experts"),
+    "a part of many": ({"split.count": mx.array(3, dtype=mx.uint32)}, "several files"),
     "partial rotary": ({"llama.rope.dimension_count": mx.array(4, dtype=mx.uint32)}, "a part of each head"),
     "yarn": ({"llama.rope.scaling.type": "yarn"}, "'yarn'"),
     "no layers": ({"llama.block_count": None}, "llama.block_count"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -28,7 +29,7 @@ from tests.tiny import (
 from stateroom.client.protocol import Message
 from stateroom.daemon.engine import model as loading
 from stateroom.daemon.engine.model import LoadedModel, ModelError, load
-from stateroom.daemon.engine.text import ByteLevelPieces
+from stateroom.daemon.engine.text import ByteLevelPieces, Detokenizer
 
 TOKENS = [5, 80, 7, 250, 31, 31, 9]
 
@@ -94,6 +95,36 @@ def test_context_from_a_nested_configuration() -> None:
     assert loading._context({}) == loading.CONTEXT_DEFAULT
 
 
+def test_a_tokenizer_that_does_more_than_its_file_says(tmp_path: Path) -> None:
+    """mlx-lm registers one that rewrites newlines in Python; the Rust tokenizer alone would be wrong."""
+    folder = write_tiny_model(tmp_path / "m")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config | {"tokenizer_class": "NewlineTokenizer"})
+    )
+    tokenizer = load(str(folder)).tokenizer
+    tokens = tokenizer.encode("one\ntwo", first=True)
+    assert tiny_tokenizer().decode(tokens) == "one<n>two"
+    assert tokenizer.pieces is None
+    assert tokenizer.decode(tokens) == "one\ntwo"
+    detokenizer = Detokenizer(tokenizer, [])
+    assert "".join([*(detokenizer.add(token) for token in tokens), detokenizer.finish()]) == "one\ntwo"
+
+
+def test_the_vocabulary_is_that_of_the_embedding_of_tokens() -> None:
+    class Two(nn.Module):
+        def __init__(self, *names: str) -> None:
+            super().__init__()
+            for i, name in enumerate(names):
+                self[name] = nn.Embedding(10 + i, 4)
+
+    assert loading._vocab(Two("wte", "wpe"), {}) == 10
+    assert loading._vocab(Two("positions", "something"), {}) == 11
+    assert loading._vocab(Two(), {"text_config": {"vocab_size": 7}}) == 7
+    with pytest.raises(ModelError):
+        loading._vocab(Two(), {})
+
+
 # ---------------------------------------------------------------- float32 on a CPU
 
 
@@ -140,6 +171,26 @@ def test_quantised_directories_are_dequantised_in_float32(bits: int, tmp_path: P
     assert loaded.vocab == VOCAB
     if bits == 8:
         np.testing.assert_allclose(logits(loaded), logits(make_tiny_model()), atol=1.5)
+
+
+@pytest.mark.parametrize(
+    ("mode", "group_size", "bits"), [("mxfp4", 32, 4), ("nvfp4", 16, 4), ("mxfp8", 32, 8)]
+)
+def test_other_packed_forms_are_dequantised_too(
+    mode: str, group_size: int, bits: int, tmp_path: Path
+) -> None:
+    packed = {}
+
+    def change(module: nn.Module) -> None:
+        how = {"group_size": group_size, "bits": bits, "mode": mode}
+        layer = module.model.layers[0].mlp.up_proj = module.model.layers[0].mlp.up_proj.to_quantized(**how)
+        packed["up"] = mx.dequantize(layer.weight, layer.scales, None, **how)
+
+    more = {"quantization": {"group_size": group_size, "bits": bits, "mode": mode}}
+    loaded = load(str(write_tiny_model(tmp_path / "m", change=change, **more)))
+    weight = loaded.model.model.layers[0].mlp.up_proj.weight
+    assert weight.dtype == mx.float32
+    assert mx.array_equal(weight, packed["up"].astype(mx.float32))
 
 
 def test_on_a_gpu_weights_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +254,18 @@ def test_code_from_the_directory_is_not_run(tmp_path: Path) -> None:
     assert "custom module" in refusal(folder)
 
 
+def test_code_of_a_tokenizer_is_not_run_nor_asked_about(tmp_path: Path) -> None:
+    """transformers would wait for an answer on stdin, which in a worker is the broker's pipe."""
+    folder = write_tiny_model(tmp_path / "m")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": [None, "evil.Evil"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text("raise SystemExit('ran')")
+    begin = time.monotonic()
+    assert "custom code" in refusal(folder)
+    assert time.monotonic() - begin < 5
+
+
 def test_missing_or_wrong_weights(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "m")
     (folder / "config.json").write_text(json.dumps(tiny_config(layers=3)))
@@ -244,6 +307,18 @@ def test_importing_the_worker_leaves_the_limits_of_open_files() -> None:
         "print(before == r.getrlimit(r.RLIMIT_NOFILE), r.setrlimit.__module__)"
     )
     assert out.split() == ["True", "resource"]
+
+
+def test_a_model_that_cannot_be_fetched_now_is_no_permanent_failure() -> None:
+    """A Hugging Face id without a network."""
+    code = (
+        "from stateroom.daemon.engine.model import load, ModelError\n"
+        "try: load('some-org/some-model')\n"
+        "except ModelError as error: print(error.permanent, error.message)"
+    )
+    out = run(code, PATH="/usr/bin", HF_HUB_OFFLINE="1", HF_HOME="/nonexistent")
+    assert out.startswith("False ")
+    assert "some-org/some-model" in out
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mlx's wheel brings its own BLAS only on Linux")
