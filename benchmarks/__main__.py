@@ -1,0 +1,5 @@
+"""`python -m benchmarks`: see `run.py`."""
+
+from benchmarks.run import app
+
+app()

@@ -1,0 +1,133 @@
+"""The peer's process: mlx-lm on the weights of a model, and nothing of ours but the loader.
+
+Takes one JSON object a line on stdin and answers with one a line on stdout; leaves at the end of stdin.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from benchmarks import step
+from mlx_lm import stream_generate
+from mlx_lm.generate import BatchGenerator, generation_stream
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_tokenizer
+
+from stateroom.daemon.engine.model import LoadedModel, load
+from stateroom.daemon.engine.text import Tokenizer
+
+Answer = dict[str, Any]
+
+
+class Endless(TokenizerWrapper):  # type: ignore[misc]
+    """mlx-lm's tokenizer, for answers that only their length ends."""
+
+    @property
+    def eos_token_ids(self) -> set[int]:
+        return set()
+
+
+class PlainTokenizer:
+    """What mlx-lm's wrapper asks of a tokenizer, for a model whose tokenizer isn't in its form (GGUF)."""
+
+    eos_token_id = None
+    chat_template = None
+    apply_chat_template = None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return self._tokenizer.encode(text, first=add_special_tokens)
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+
+def tokenizer_of(path: Path, loaded: LoadedModel) -> Endless:
+    if (path / "tokenizer.json").exists():
+        wrapper = load_tokenizer(path)
+        return Endless(wrapper._tokenizer, type(wrapper.detokenizer))
+    return Endless(PlainTokenizer(loaded.tokenizer))
+
+
+class Works:
+    """What the process can be asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.loaded = load(str(path))
+        self.model = self.loaded.model
+        self.tokenizer = tokenizer_of(path, self.loaded)
+
+    def generate(self, prompt: list[int], max_tokens: int) -> Answer:
+        tokens, times = [], []
+        begin = time.perf_counter()
+        for response in stream_generate(self.model, self.tokenizer, prompt, max_tokens):
+            times.append(time.perf_counter() - begin)
+            tokens.append(response.token)
+        mx.synchronize(generation_stream)  # it has begun one step more than was asked for
+        return {"tokens": tokens, "times": times}
+
+    def batch(self, prompts: list[list[int]], max_tokens: int, stagger: int) -> Answer:
+        tokens: list[list[int]] = [[] for _ in prompts]
+        sequence: dict[int, int] = {}
+        begin = time.perf_counter()
+        generator = BatchGenerator(self.model, max_tokens=max_tokens)
+        while any(len(made) < max_tokens for made in tokens):
+            while len(sequence) < len(prompts) and len(tokens[0]) >= len(sequence) * stagger:
+                (uid,) = generator.insert([prompts[len(sequence)]])
+                sequence[uid] = len(sequence)
+            for response in generator.next()[1]:
+                tokens[sequence[response.uid]].append(response.token)
+        seconds = time.perf_counter() - begin
+        generator.close()
+        return {"tokens": tokens, "seconds": seconds}
+
+    def gap(self, tokens: list[int], theirs: int, ours: int) -> Answer:
+        logits = self.model(mx.array([tokens]))[0, -1].astype(mx.float32)
+        return {"gap": (logits[theirs] - logits[ours]).item()}
+
+    def encode(self, text: str) -> Answer:
+        return {"tokens": self.loaded.tokenizer.encode(text, first=True)}
+
+    def steps(self, prompt: int, steps: int, rounds: int) -> Answer:
+        return step.measure(self.loaded, prompt, steps, rounds)
+
+    def facts(self) -> Answer:
+        threads = _openblas_threads()
+        found = {"device": str(self.loaded.facts["device"]), "blas": str(self.loaded.facts["blas"])}
+        return found if threads is None else found | {"blas threads": str(threads)}
+
+
+def _openblas_threads() -> int | None:
+    """How many threads a preloaded OpenBLAS uses."""
+    count = getattr(ctypes.CDLL(None), "openblas_get_num_threads", None)
+    return None if count is None else int(count())
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else prints goes to stderr
+    works = Works(Path(sys.argv[1]))
+    answers.write("{}\n")
+    answers.flush()
+    for line in sys.stdin:
+        asked = json.loads(line)
+        work: Callable[..., Answer] = getattr(works, asked.pop("work"))
+        answers.write(json.dumps(work(**asked)) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""One decode step over three caches in one process: ours, and two of mlx-lm's. Runs in the peer's process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.models.cache import ConcatenateKVCache, KVCache
+
+from stateroom.caches.session import SessionCache
+from stateroom.daemon.engine.engine import Engine
+from stateroom.daemon.engine.model import LoadedModel
+
+Forward = Callable[[mx.array], mx.array]  # tokens [1, N] → logits [1, N, V]
+OURS, STEPPED, CONCATENATED = "ours", "KVCache", "ConcatenateKVCache"
+
+
+def measure(loaded: LoadedModel, prompt: int, steps: int, rounds: int) -> dict[str, Any]:
+    """By kind of cache, milliseconds a step in each round and the tokens drawn: {"ms": […], "tokens": […]}.
+
+    Args:
+        prompt: tokens there are before the first step.
+    """
+    model = loaded.model
+    # The engine prepares a model for its own reads; mlx-lm's caches are handed on by them.
+    Engine(loaded, clock_ms=lambda: 0.0, emit=lambda _: None, report=lambda _: "")
+    kinds: dict[str, Callable[[], Forward]] = {
+        OURS: lambda: _ours(model),
+        STEPPED: lambda: _peer(model, KVCache),
+        CONCATENATED: lambda: _peer(model, ConcatenateKVCache),
+    }
+    found: dict[str, Any] = {kind: {"ms": [], "tokens": []} for kind in kinds}
+    for timed in (False, *[True] * rounds):
+        for kind, make in kinds.items():
+            ms, tokens = _run(make(), prompt, loaded.vocab, steps)
+            if timed:
+                found[kind]["ms"].append(ms)
+                found[kind]["tokens"] = tokens
+    return found
+
+
+def _ours(model: Any) -> Forward:
+    cache = SessionCache.create(model)
+    return lambda tokens: cache.forward(model, tokens)
+
+
+def _peer(model: Any, kind: type[Any]) -> Forward:
+    caches = [kind() for _ in model.layers]
+    return lambda tokens: model(tokens, cache=caches)
+
+
+def _run(forward: Forward, prompt: int, vocab: int, steps: int) -> tuple[float, list[int]]:
+    """Greedy steps, each begun before the last one is read, as both engines do."""
+    last = mx.argmax(forward(mx.arange(prompt)[None] % vocab)[:, -1], axis=-1)
+    mx.eval(last)
+    tokens = []
+    begin = time.perf_counter()
+    for _ in range(steps):
+        following = mx.argmax(forward(last[:, None])[:, -1], axis=-1)
+        mx.async_eval(following)
+        tokens.append(cast("int", last.item()))
+        last = following
+    mx.eval(last)
+    return (time.perf_counter() - begin) * 1000 / steps, tokens
