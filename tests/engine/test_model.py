@@ -25,11 +25,12 @@ from tests.tiny import (
     tiny_tokenizer,
     write_tiny_model,
 )
+from transformers import PreTrainedTokenizerFast
 
 from stateroom.client.protocol import Message
 from stateroom.daemon.engine import model as loading
 from stateroom.daemon.engine.model import LoadedModel, ModelError, load
-from stateroom.daemon.engine.text import ByteLevelPieces, Detokenizer
+from stateroom.daemon.engine.text import ByteLevelPieces, Detokenizer, Tokenizer
 
 TOKENS = [5, 80, 7, 250, 31, 31, 9]
 
@@ -95,20 +96,28 @@ def test_context_from_a_nested_configuration() -> None:
     assert loading._context({}) == loading.CONTEXT_DEFAULT
 
 
-def test_a_tokenizer_that_does_more_than_its_file_says(tmp_path: Path) -> None:
-    """mlx-lm registers one that rewrites newlines in Python; the Rust tokenizer alone would be wrong."""
-    folder = write_tiny_model(tmp_path / "m")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(config | {"tokenizer_class": "NewlineTokenizer"})
-    )
-    tokenizer = load(str(folder)).tokenizer
-    tokens = tokenizer.encode("one\ntwo", first=True)
-    assert tiny_tokenizer().decode(tokens) == "one<n>two"
+class Newlines(PreTrainedTokenizerFast):
+    """As some models bring: newlines are rewritten in Python, around the Rust tokenizer."""
+
+    def encode(self, text: str, **options: object) -> list[int]:
+        return list(super().encode(text.replace("\n", "<n>"), **options))
+
+    def decode(self, tokens: list[int], **options: object) -> str:
+        return str(super().decode(tokens, **options)).replace("<n>", "\n")
+
+
+def test_a_tokenizer_that_does_more_than_its_rust_part() -> None:
+    wrapper = loading.mlx_lm.tokenizer_utils.TokenizerWrapper(Newlines(tokenizer_object=tiny_backend()))
+    tokenizer = Tokenizer.wrapping(wrapper)
+    text = "one\ntwo 🎉"
+    tokens = tokenizer.encode(text, first=True)
+    assert tokens == tiny_tokenizer().encode("one<n>two 🎉", first=True)
     assert tokenizer.pieces is None
-    assert tokenizer.decode(tokens) == "one\ntwo"
+    assert tokenizer.decode(tokens) == text
     detokenizer = Detokenizer(tokenizer, [])
-    assert "".join([*(detokenizer.add(token) for token in tokens), detokenizer.finish()]) == "one\ntwo"
+    shown = [detokenizer.add(token) for token in tokens]
+    assert shown[-1] == "🎉"
+    assert tokenizer.vocab == tiny_backend().get_vocab_size()
 
 
 def test_the_vocabulary_is_that_of_the_embedding_of_tokens() -> None:
