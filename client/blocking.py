@@ -12,6 +12,7 @@ these are. When it is lost, which the socket's monitor tells at once, open reque
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import socket
@@ -168,8 +169,10 @@ class _Link:
             self._receive(FRAMES_MAX)  # what came before the end still counts
             self.exchange.lose(GONE)
 
-    def close(self, why: str) -> None:
-        self.exchange.lose(why)
+    def close(self, why: str | None) -> None:
+        """Closes the socket. `why` is told to those who still wait; None: they hear nothing."""
+        if why is not None:
+            self.exchange.lose(why)
         self.dealer.disable_monitor()
         self.monitor.close(0)
         self.dealer.close(0)
@@ -213,6 +216,8 @@ class SocketThread:
         self._next_id = 1
         self._stopping = False
         self._stopped = False
+        self._leaving = False
+        atexit.register(self._leave)
         # A daemon thread: it must not keep a process from leaving whose Rooms were never closed.
         self._thread = threading.Thread(target=self._run, name="stateroom-client", daemon=True)
         self._thread.start()
@@ -245,10 +250,17 @@ class SocketThread:
         # A forked child has no such thread.
         if os.getpid() != self._process:
             return
+        atexit.unregister(self._leave)
         self._stopping = True
         self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_S)
+
+    def _leave(self) -> None:
+        # At the interpreter's exit only threads are left that it won't wait for. They end where they are:
+        # told that their Room has closed, each would print a traceback.
+        self._leaving = True
+        self.stop()
 
     def _submit(self, command: _Start) -> None:
         if os.getpid() != self._process:
@@ -284,9 +296,10 @@ class SocketThread:
             why = CLOSED
         finally:
             self._stopping = self._stopped = True
+            if not self._leaving:
+                self._refuse(Disconnected(why))
             if self._link is not None:
-                self._link.close(why)
-            self._refuse(Disconnected(why))
+                self._link.close(None if self._leaving else why)
             context.term()
             self._woken.close()
             self._waker.close()

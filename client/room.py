@@ -66,8 +66,8 @@ class Room:
 
     def __init__(self, thread: SocketThread) -> None:
         self._thread = thread
-        # Also at the interpreter's exit, so that a Room never closed doesn't hold it up.
         self._finalizer = weakref.finalize(self, thread.stop)
+        self._finalizer.atexit = False  # the thread sees to that itself
 
     @property
     def endpoint(self) -> str:
