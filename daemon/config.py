@@ -22,7 +22,7 @@ class Patience:
 
     load_s: float = 900.0  # a worker that has not said a word of its model is ended
     silence_s: float = 10.0  # a ready worker without a pulse for so long is reported as silent
-    hang_s: float = 60.0  # and is ended after this; a prefill chunk on a slow CPU takes a few
+    hang_s: float = 120.0  # and is ended after this; one prefill chunk on a slow CPU may take a minute
     stop_s: float = 5.0  # for a worker to leave when its model is unloaded; then SIGTERM
     term_s: float = 1.0  # from SIGTERM to SIGKILL
     restart_first_s: float = 0.25  # pause before the first restart, doubled with each

@@ -128,8 +128,8 @@ class Engine:
 
     def kill(self, why: str, how: signal.Signals = signal.SIGKILL) -> None:
         """Ends the process; `on_down` follows once it is gone."""
+        self._ending = self._ending or why  # one that is only just being started is ended then
         if self._process is not None and self._process.returncode is None:
-            self._ending = self._ending or why
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(how)
 
@@ -161,6 +161,8 @@ class Engine:
                 start_new_session=True,  # a Ctrl-C in the terminal is for the broker to handle
             )
             self.pid = self._process.pid
+            if self._ending:
+                self.kill(self._ending)
             supervisor.log.info("engine started", model=self.id, pid=self.pid, generation=generation)
             reading = asyncio.ensure_future(self._read_stderr(self._process))
             code = await self._process.wait()
@@ -346,7 +348,8 @@ class Supervisor:
             engine.begin()
 
     def unload(self, engine: Engine) -> None:
-        """Begins to stop an engine; `on_down` follows."""
+        """Begins to stop an engine, which takes no more from here on; `on_down` follows."""
+        engine.advance(EngineEvent.STOP)
         self.spawn(engine.stop(self.config.patience.stop_s, self.config.patience.term_s))
 
     def tick(self) -> None:

@@ -5,6 +5,7 @@ It speaks `daemon/link.py` as a real worker does. `--model` is its script: `key=
     chunk_s       pause between two chunks of a prefill of CHUNK tokens (default 0.002)
     load_s        pause before `Ready` (default 0)
     fail          `Failed` for good instead of `Ready`; `fail=soon` for one that may pass
+    say           writes a line, a log entry and a line too long to stderr
     text          length of the text of each token (default 1)
 Token ids that are orders, when a prefill meets them:
     DIE           the process is killed
@@ -21,6 +22,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import Literal
 
 import zmq
 
@@ -71,10 +73,6 @@ CONTEXT = 100_000
 KINDS = [KindCaps(kind="full", scheme="dense", layers=2)]
 
 
-class Script(Exception):
-    pass
-
-
 class Worker:
     def __init__(self, endpoint: str, model_id: str, script: dict[str, str]) -> None:
         self.socket = zmq.Context().socket(zmq.DEALER)
@@ -102,6 +100,9 @@ class Worker:
         self.send(Answer(rid, body, journal))
 
     def run(self) -> int:
+        if "say" in self.script:
+            sys.stderr.write('plain words\n{"event": "an entry"}\n' + "x" * 20_000)
+            sys.stderr.flush()
         time.sleep(self.pause("load_s", 0.0))
         if "fail" in self.script:
             self.send(Failed("the script says so", permanent=self.script["fail"] != "soon"))
@@ -116,7 +117,7 @@ class Worker:
             ready = dict(poller.poll(0 if self.jobs else 200))
             if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 1):
                 return 0  # the broker is gone
-            while self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            while self.socket.EVENTS & zmq.POLLIN:
                 self.take(decode_to_worker(self.socket.recv()))
             for _ in range(len(self.jobs)):
                 rid, job = self.jobs.popleft()
@@ -143,6 +144,9 @@ class Worker:
         elif isinstance(message, Stop):
             self.stopping = True
             self.cancelled.update(rid for rid, _ in self.jobs)
+
+    def finish(self, rid: int) -> Literal["done", "cancelled"]:
+        return "cancelled" if rid in self.cancelled else "done"
 
     def fill(self, rid: int, session: str, tokens: list[int], progress: bool) -> Iterator[None]:
         for start in range(0, len(tokens), CHUNK):
@@ -183,7 +187,7 @@ class Worker:
                 kv=KINDS,
                 bytes_per_token=10,
             )
-            finish = "cancelled" if rid in self.cancelled else "done"
+            finish = self.finish(rid)
             self.answer(
                 rid,
                 OpenResult(
@@ -201,7 +205,6 @@ class Worker:
             return
         tokens = self.sessions[session]
         before = len(tokens)
-        finish = "done"
         if isinstance(request, Prefill | Sync):
             wanted = request.tokens or []
             kept = before
@@ -213,7 +216,7 @@ class Worker:
                 del tokens[kept:]
                 wanted = wanted[kept:]
             yield from self.fill(rid, session, wanted, isinstance(request, Prefill) and request.progress)
-            finish = "cancelled" if rid in self.cancelled else "done"
+            finish = self.finish(rid)
             receipt = Receipt(
                 reused=kept,
                 source="session" if kept else "none",
@@ -249,7 +252,7 @@ class Worker:
         tokens = self.sessions[session]
         made: list[int] = []
         text = "x" * int(self.script.get("text", 1))
-        finish = "length"
+        finish: Literal["length", "cancelled"] = "length"
         while len(made) < request.max_tokens:
             if rid in self.cancelled:
                 finish = "cancelled"
@@ -264,7 +267,7 @@ class Worker:
         usage = Usage(decoded=len(made), prefilled=1)
         result = DecodeResult(
             finish=finish, tokens=made, text=text * len(made), length=len(tokens), usage=usage
-        )  # type: ignore[arg-type]
+        )
         keep = len(tokens) if request.stream else len(tokens) - len(made)
         self.answer(rid, result, session, keep)
 

@@ -134,7 +134,7 @@ def test_close_ends_what_runs_and_replies_after_it(rig: Rig) -> None:
     decode = client.send("decode", session=session, max_tokens=100_000)
     waiting = client.send("sync", session=session, tokens=[1])
     close = client.send("close", session=session)
-    order = []
+    order: list[int] = []
     while len(order) < 3:
         reply = client.receive()
         if reply["final"]:

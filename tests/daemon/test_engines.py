@@ -1,0 +1,383 @@
+"""Workers that die, hang, refuse and come back; what their requests and sessions make of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.daemon.rig import Rig
+from tests.daemon.scripted_worker import BABBLE, DIE, HANG
+
+from stateroom.daemon.config import Patience
+from stateroom.daemon.lifecycle import EngineState
+
+StartBroker = Callable[..., Rig]
+
+
+def ready(rig: Rig, model: str = "toy") -> int:
+    """Waits for a model's worker and gives its pid."""
+    rig.until(lambda broker: broker.supervisor.engine(model).ready)
+    pid = rig.look(lambda broker: broker.supervisor.engine(model).pid)
+    assert pid is not None
+    return pid
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_death_ends_its_requests_by_name_and_sessions_come_back(rig: Rig) -> None:
+    """B52, B60: each open request gets `engine_lost` with the length kept; a touch adopts the tokens."""
+    client = rig.client("app")
+    watch = client.send("watch", sessions=False)
+    pid = ready(rig)
+    sessions = [client.open([number, 2, 3]) for number in range(3)]
+    decodes = [client.send("decode", session=session, max_tokens=100_000) for session in sessions]
+    for decode in decodes:
+        client.begun(decode)
+    os.kill(pid, signal.SIGKILL)
+    for session, decode in zip(sessions, decodes, strict=True):
+        replies = client.replies(decode)
+        error = replies[-1]["error"]
+        assert error["code"] == "engine_lost"
+        assert "SIGKILL" in error["message"]
+        # Every token that was shown is kept, and no other.
+        assert error["details"]["length"] == 3 + len(replies) - 1
+        info = client.ask("info", session=session)
+        assert (info["length"], info["tier"], info["state"]) == (3 + len(replies) - 1, "tokens", "idle")
+
+    for number, session in enumerate(sessions):
+        before = client.ask("info", session=session)["length"]
+        assert client.ask("decode", session=session, max_tokens=2)["length"] == before + 2
+        assert client.ask("tokens", session=session)["tokens"][0] == number
+        assert client.ask("info", session=session)["tier"] == "resident"
+    rig.until(lambda broker: broker.supervisor.engine("toy").gauges.get("adopted") == 3)
+    health = client.ask("stats")["models"][0]
+    assert (health["state"], health["deaths"], health["starts"]) == ("ready", 1, 2)
+    client.ask("cancel", request=watch)
+    events = [event["event"] for event in client.replies(watch)[:-1]]
+    assert events[-2:] == ["engine_lost", "engine_recovered"]
+
+
+def test_exactly_one_final_reply_whenever_the_worker_dies(start_broker: StartBroker) -> None:
+    """Requests of every kind are sent while the worker is killed again and again."""
+    rig = start_broker("step_s=0.001,chunk_s=0.001")
+    client = rig.client("app")
+    sessions = [client.open() for _ in range(4)]
+    sent: list[int] = []
+    kills = 0
+    until = time.monotonic() + 4
+    while time.monotonic() < until:
+        for number, session in enumerate(sessions):
+            sent.append(client.send("decode", session=session, max_tokens=20))
+            sent.append(client.send("sync", session=session, tokens=[1, 2, 3, number]))
+            sent.append(client.send("prefill", session=session, tokens=[1] * 100, progress=True))
+            sent.append(client.send("fork", session=session, n=1))
+            sent.append(client.send("open", tokens=[1] * 100))
+        if rig.look(lambda broker: broker.supervisor.engine("toy").ready):
+            os.kill(ready(rig), signal.SIGKILL)
+            kills += 1
+        for request_id in sent:
+            client.replies(request_id)  # checks: one final, last, no gap
+        sent.clear()
+    assert kills >= 3
+    client.nothing_more()
+    rig.until(lambda broker: len(broker.tickets) == 0)
+    for session in client.ask("list")["sessions"]:
+        assert session["state"] == "idle"
+
+
+def test_a_session_whose_tokens_kill_the_worker_does_not_kill_the_daemon(rig: Rig) -> None:
+    client = rig.client()
+    session, other = client.open([1]), client.open([2])
+    lost = client.ask("prefill", session=session, tokens=[1] * 64 + [DIE])
+    assert lost["error"]["details"]["length"] == client.ask("info", session=session)["length"]
+    assert client.ask("decode", session=other, max_tokens=1)["length"] == 2
+    opening = client.ask("open", tokens=[DIE], name="x")
+    assert (opening["error"]["code"], opening["error"]["details"]["length"]) == ("engine_lost", 0)
+    assert client.open(name="x")  # the name is free again
+
+
+def test_a_worker_that_hangs_is_reported_then_replaced(start_broker: StartBroker) -> None:
+    """B60: silence is told within the stated time; later the worker is ended and its requests with it."""
+    rig = start_broker(patience=Patience(silence_s=1.5, hang_s=3.5, restart_first_s=0.05))
+    client = rig.client()
+    watch = client.send("watch")
+    session, other = client.open(), client.open()
+    stuck = client.send("prefill", session=session, tokens=[HANG])
+    beside = client.send("decode", session=other, max_tokens=1)
+    rig.until(lambda broker: broker.supervisor.engine("toy").silent)
+    assert client.ask("stats")["models"][0]["state"] == "silent"
+    for request_id in (stuck, beside):
+        error = client.final(request_id)["error"]
+        assert error["code"] == "engine_lost"
+        assert "no sign of life" in error["message"]
+    assert client.ask("decode", session=other, max_tokens=1)["finish"] == "length"
+    client.ask("cancel", request=watch)
+    events = [event["event"] for event in client.replies(watch)[:-1]]
+    assert [event for event in events if event.startswith("engine_")][-3:] == [
+        "engine_silent", "engine_lost", "engine_recovered"
+    ]  # fmt: skip
+
+
+def test_a_worker_that_makes_no_sense_is_replaced(rig: Rig) -> None:
+    client = rig.client()
+    session = client.open()
+    error = client.ask("prefill", session=session, tokens=[BABBLE])["error"]
+    assert (error["code"], error["details"]["length"]) == ("engine_lost", 3)
+    assert client.ask("decode", session=session, max_tokens=1)["finish"] == "length"
+    assert any(entry["event"] == "engine link broken" for entry in rig.entries())
+
+
+def test_a_model_that_cannot_be_loaded_is_not_tried_again_until_asked(start_broker: StartBroker) -> None:
+    rig = start_broker("fail=1")
+    client = rig.client()
+    error = client.refusal("open", tokens=[1])
+    assert (error["code"], error["field"]) == ("unsupported", "model")
+    assert "the script says so" in error["message"]
+    assert client.ask("list")["sessions"] == []
+    rig.until(lambda broker: broker.supervisor.engine("toy").pid is None)
+    assert client.refusal("open", tokens=[1])["code"] == "unsupported"
+    assert client.ask("stats")["models"][0]["state"] == "failed"
+    assert rig.look(lambda broker: broker.supervisor.engine("toy").starts) == 1
+    assert client.refusal("load", model="toy")["code"] == "unsupported"
+    assert rig.look(lambda broker: broker.supervisor.engine("toy").starts) == 2
+
+
+def test_a_worker_that_keeps_failing_is_tried_ever_more_rarely(start_broker: StartBroker) -> None:
+    patience = Patience(restart_first_s=0.05, restart_most_s=0.8, hold_s=0.3)
+    rig = start_broker("fail=soon", patience=patience)
+    client = rig.client()
+    waiting = client.send("open", tokens=[1])
+    error = client.final(waiting)["error"]
+    assert error["code"] == "engine_lost"
+    assert error["details"]["retry_after_s"] > patience.hold_s
+    rig.until(lambda broker: broker.supervisor.engine("toy").deaths == 6)
+    pauses = [entry["restart_in_s"] for entry in rig.entries() if entry["event"] == "engine died"]
+    assert pauses[:6] == [0.05, 0.1, 0.2, 0.4, 0.8, 0.8]
+
+
+def test_requests_wait_for_a_model_that_loads(start_broker: StartBroker) -> None:
+    rig = start_broker("load_s=1")
+    client = rig.client()
+    opening = client.send("open", tokens=[1, 2], name="x")
+    loading = client.send("load", model="toy")
+    assert client.ask("hello")["models"][0]["loaded"] is False
+    assert client.ask("stats")["gauges"]["queued"] == 2
+    assert client.refusal("decode", session="x", max_tokens=1)["code"] == "busy"
+    assert client.final(opening)["length"] == 2
+    assert client.final(loading)["model"]["loaded"] is True
+
+
+def test_what_waits_for_a_model_can_be_cancelled(start_broker: StartBroker) -> None:
+    rig = start_broker("", more={"late": "load_s=1.5"})
+    client = rig.client()
+    opened = client.send("open", tokens=[1] * 500, model="late")
+    assert client.ask("cancel", request=opened)["cancelled"] is True
+    result = client.final(opened)
+    assert (result["finish"], result["length"]) == ("cancelled", 0)
+    session = result["session"]
+    os.kill(ready(rig, "late"), signal.SIGKILL)
+    rig.until(lambda broker: not broker.supervisor.engine("late").ready)
+    several: dict[str, dict[str, Any]] = {
+        "decode": {"max_tokens": 5},
+        "prefill": {"tokens": [1]},
+        "sync": {"tokens": [1]},
+    }
+    for op, arguments in several.items():
+        waiting = client.send(op, session=session, **arguments)
+        assert client.ask("cancel", request=waiting)["cancelled"] is True
+        assert client.final(waiting)["finish"] == "cancelled"
+    trim = client.send("trim", session=session, to=0)
+    close = client.send("close", session=session)
+    assert client.final(trim)["length"] == 0
+    assert client.final(close)["kind"] == "result"
+
+
+def test_a_client_that_leaves_while_the_model_loads_leaves_nothing(start_broker: StartBroker) -> None:
+    rig = start_broker("load_s=1")
+    client = rig.client("app")
+    client.send("open", name="x")
+    rig.until(lambda broker: len(broker.catalog) == 1)
+    client.close()
+    rig.until(lambda broker: len(broker.catalog) == 0)
+    assert rig.look(lambda broker: len(broker.tickets)) == 0
+
+
+def test_unload_keeps_tokens_and_a_touch_brings_them_back(rig: Rig) -> None:
+    client = rig.client()
+    session = client.open([4, 5, 6])
+    decode = client.send("decode", session=session, max_tokens=100_000)
+    client.begun(decode)
+    assert client.refusal("unload", model="toy")["code"] == "busy"
+    client.ask("cancel", request=decode)
+    client.final(decode)
+    pid = ready(rig)
+    assert client.ask("unload", model="toy")["model"]["loaded"] is False
+    assert gone(pid)
+    assert client.ask("unload", model="toy")["model"]["loaded"] is False
+    info = client.ask("info", session=session)
+    assert (info["tier"], info["private_bytes"]) == ("tokens", 0)
+    assert client.ask("prefill", session=session, tokens=[7])["length"] == info["length"] + 1
+    assert client.ask("tokens", session=session, to=3)["tokens"] == [4, 5, 6]
+    assert client.ask("unload", model="toy")["model"]["loaded"] is False
+    assert client.ask("close", session=session)["freed_bytes"] == 0
+    assert rig.look(lambda broker: broker.supervisor.engine("toy").state) is EngineState.STOPPED
+
+
+def test_a_request_that_comes_while_a_model_is_unloaded_starts_it_again(rig: Rig) -> None:
+    client = rig.client()
+    session = client.open()
+    unload = client.send("unload", model="toy")
+    decode = client.send("decode", session=session, max_tokens=2)
+    assert client.final(unload)["model"]["loaded"] is False
+    assert client.final(decode)["length"] == 5
+
+
+def test_models_side_by_side(start_broker: StartBroker) -> None:
+    rig = start_broker("", more={"second": "step_s=0.001"})
+    client = rig.client()
+    first, second = client.open([1]), client.open([2], model="second")
+    assert client.ask("info", session=first)["model"] == "toy"  # the first is the default
+    assert client.ask("info", session=second)["model"] == "second"
+    os.kill(ready(rig), signal.SIGKILL)
+    rig.until(lambda broker: broker.supervisor.engine("toy").deaths == 1)
+    assert client.ask("decode", session=second, max_tokens=3)["length"] == 4
+    assert client.ask("decode", session=first, max_tokens=3)["length"] == 4
+
+
+def test_a_client_cannot_name_files(rig: Rig) -> None:
+    """A path or a hub id from the wire loads nothing, unless the daemon was told to let it."""
+    client = rig.client()
+    for model in ("/etc", "../x", "org/name", str(rig.folder), "models"):
+        for op in ("open", "load", "unload"):
+            error = client.refusal(op, model=model)
+            assert (error["code"], error["field"]) == ("not_found", "model")
+
+
+def test_a_daemon_told_to_loads_what_clients_name(start_broker: StartBroker) -> None:
+    rig = start_broker("", allow_any_model=True)
+    client = rig.client()
+    session = client.open([1], model=str(rig.folder))
+    assert client.ask("info", session=session)["model"] == str(rig.folder)
+    assert client.open([1], model="org/name")
+    assert client.refusal("open", model="/no/such/file")["code"] == "not_found"
+
+
+def test_without_models_open_says_what_to_do(start_broker: StartBroker) -> None:
+    rig = start_broker()
+    rig.look(lambda broker: broker.desk._shelf._given.clear())
+    error = rig.client().refusal("open", tokens=[1])
+    assert error["code"] == "not_found"
+    assert "model add demo" in error["message"]
+
+
+def test_an_installed_model_is_loaded_when_it_is_asked_for(rig: Rig) -> None:
+    (rig.folder / "models" / "step_s=0.001").mkdir(parents=True)  # no name of a model: passed over
+    (rig.folder / "models" / "small").mkdir()
+    client = rig.client()
+    assert [model["id"] for model in client.ask("hello")["models"]] == ["toy", "small"]
+    session = client.open([1], model="small")
+    assert client.ask("info", session=session)["model"] == "small"
+
+
+def test_shutting_down_answers_everything(start_broker: StartBroker) -> None:
+    rig = start_broker("", more={"late": "load_s=30"})
+    client = rig.client()
+    session, other = client.open(), client.open()
+    running = client.send("decode", session=session, max_tokens=100_000)
+    client.begun(running)
+    held = client.send("open", model="late")
+    watch = client.send("watch")
+    superseded = client.send("decode", session=other, max_tokens=100_000)
+    client.begun(superseded)
+    waiting = client.send("sync", session=other, tokens=[1])
+    pids = [ready(rig), rig.look(lambda broker: broker.supervisor.engine("late").pid)]
+    rig.until(lambda broker: len(broker.tickets) == 5)
+    assert rig.stop() < 4.0
+    assert client.final(running)["finish"] == "cancelled"
+    assert client.final(superseded)["finish"] == "cancelled"
+    for request_id in (held, watch, waiting):
+        assert client.final(request_id)["error"]["code"] == "shutting_down"
+    assert all(gone(pid) for pid in pids if pid is not None)
+    assert list(rig.folder.glob("engine-*")) == []
+
+
+def test_a_worker_that_will_not_stop_does_not_hold_the_daemon(rig: Rig) -> None:
+    client = rig.client()
+    session = client.open()
+    pid = ready(rig)
+    stuck = client.send("prefill", session=session, tokens=[HANG])
+    rig.until(lambda broker: broker.catalog.get(session).running is not None)  # type: ignore[union-attr]
+    time.sleep(0.1)
+    os.kill(pid, signal.SIGSTOP)
+    assert rig.stop() < 5.0
+    assert client.final(stuck)["error"]["code"] == "engine_lost"
+    assert gone(pid)
+
+
+def test_the_log_has_a_line_a_request_and_no_content(start_broker: StartBroker) -> None:
+    rig = start_broker()
+    client = rig.client("app")
+    session = client.open([77_777, 88_888])
+    client.ask("prefill", session=session, tokens=[99_999])
+    client.ask("decode", session=session, max_tokens=3)
+    client.refusal("decode", session="nobody", max_tokens=3)
+    lines = [entry for entry in rig.entries() if entry["event"] == "request"]
+    assert [line["op"] for line in lines] == ["hello", "open", "prefill", "decode", "decode"]
+    assert [line["code"] for line in lines] == ["ok", "ok", "ok", "ok", "not_found"]
+    prefill, decode = lines[2], lines[3]
+    assert (prefill["owner"], prefill["session"], prefill["prefilled"]) == ("app", session[:8], 1)
+    assert (decode["decoded"], decode["length"]) == (3, 6)
+    assert decode["ms"] > 0
+    text = rig.log.getvalue()
+    assert session not in text
+    assert not any(secret in text for secret in ("77777", "88888", "99999", "xxx"))
+
+
+def test_content_is_logged_when_asked(start_broker: StartBroker) -> None:
+    rig = start_broker(log_content=True)
+    client = rig.client()
+    client.open([77_777])
+    assert "77777" in rig.log.getvalue()
+
+
+def test_a_bug_names_its_log_entry(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = rig.client()
+
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(rig.broker.catalog, "owned", broken)
+    error = client.refusal("list")
+    assert error["code"] == "internal"
+    entry = next(entry for entry in rig.entries() if entry["event"] == "internal error")
+    assert entry["incident"] == error["details"]["incident"]
+    assert "planted" in entry["exception"]
+    rig.log.truncate(0)
+    rig.log.seek(0)
+    assert client.ask("hello")["kind"] == "result"
+
+
+def test_what_a_worker_says_reaches_the_log(
+    start_broker: StartBroker, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Plain lines become entries, entries pass as they are, and a line without end is broken up."""
+    rig = start_broker("say=1")
+    ready(rig)
+    os.kill(ready(rig), signal.SIGKILL)
+    rig.until(lambda broker: broker.supervisor.engine("toy").deaths == 1)
+    said = [entry["line"] for entry in rig.entries() if entry["event"] == "engine says"]
+    assert said[0] == "plain words"
+    assert sum(map(len, said[1:])) == 20_000
+    assert '{"event": "an entry"}' in capfd.readouterr().err.splitlines()
+    died = next(entry for entry in rig.entries() if entry["event"] == "engine died")
+    assert died["stderr"][0] == "plain words"
