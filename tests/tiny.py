@@ -19,8 +19,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from stateroom.daemon.engine.model import LoadedModel, mlx_lm
+from stateroom.daemon.engine.pieces import BYTE_ALPHABET
 from stateroom.daemon.engine.template import ChatTemplate
-from stateroom.daemon.engine.text import BYTE_ALPHABET, Tokenizer
+from stateroom.daemon.engine.text import Tokenizer
 
 VOCAB = 300
 CONTEXT = 512

@@ -30,7 +30,7 @@ from stateroom.client.protocol import Message
 from stateroom.daemon.engine import gguf, vocabulary
 from stateroom.daemon.engine import model as loading
 from stateroom.daemon.engine.model import LoadedModel, ModelError, load
-from stateroom.daemon.engine.text import BYTE_ALPHABET
+from stateroom.daemon.engine.pieces import BYTE_ALPHABET
 
 TEXTS = (
     "The quick brown fox, it's 12345 and 3.14159!",

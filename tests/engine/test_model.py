@@ -30,7 +30,8 @@ from transformers import PreTrainedTokenizerFast
 from stateroom.client.protocol import Message
 from stateroom.daemon.engine import model as loading
 from stateroom.daemon.engine.model import LoadedModel, ModelError, load
-from stateroom.daemon.engine.text import ByteLevelPieces, Detokenizer, Tokenizer
+from stateroom.daemon.engine.pieces import ByteLevelPieces
+from stateroom.daemon.engine.text import Detokenizer, Tokenizer
 
 TOKENS = [5, 80, 7, 250, 31, 31, 9]
 
