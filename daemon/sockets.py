@@ -149,7 +149,11 @@ class PublicSocket:
         # Whatever became of earlier connections with this descriptor is in the monitor by now.
         while self._receive_event():
             pass
-        descriptor = int(frames[-1].get(zmq.SRCFD))
+        try:
+            descriptor = int(frames[-1].get(zmq.SRCFD))
+        except zmq.ZMQError:
+            # ZeroMQ 2 (ZMTP 1.0), which any garbage looks like, names no connection: its end would go unseen.
+            return True
         self._on_message(frames[0].bytes, descriptor, [frame.bytes for frame in frames[1:]])
         if descriptor not in self._alive:
             self._on_gone(descriptor)  # its last message came after its end was told

@@ -97,7 +97,7 @@ class Rig:
         self.stop()
         self.context.destroy(linger=0)
         bugs = [entry for entry in self.entries() if entry["event"] == "internal error"]
-        assert bugs == []
+        assert not bugs, json.dumps(bugs)
 
 
 class Raw:
