@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Protocol
 
 import tokenizers
@@ -46,6 +47,9 @@ class ByteLevelPieces(dict[int, bytes]):
         return made
 
 
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
 class MetaspacePieces(dict[int, bytes]):
     """SentencePiece's spelling: `▁` for a space, `<0xE2>` for a byte."""
 
@@ -57,7 +61,7 @@ class MetaspacePieces(dict[int, bytes]):
 
     def __missing__(self, token: int) -> bytes:
         piece = self._backend.id_to_token(token) or ""
-        if self._byte_tokens and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        if self._byte_tokens and _BYTE_TOKEN.fullmatch(piece):
             made = bytes([int(piece[3:5], 16)])
         else:
             made = piece.replace("▁", " ").encode()

@@ -166,6 +166,13 @@ def test_tokens_past_the_vocabulary_have_no_text() -> None:
     assert stream(tokenizer, [299, 298], []) == ["", "", ""]
 
 
+def test_only_hexadecimal_byte_tokens_are_bytes() -> None:
+    backend = sentencepiece_backend("replace")
+    backend.add_tokens([AddedToken("<0xZZ>", normalized=False)])
+    tokenizer = Tokenizer.over(backend)
+    assert tokenizer.decode([backend.token_to_id("<0x41>"), backend.token_to_id("<0xZZ>")]) == "A<0xZZ>"
+
+
 def test_truncation_in_the_file_is_ignored() -> None:
     backend = tiny_backend()
     backend.enable_truncation(4)
