@@ -148,6 +148,19 @@ def extract(cache: Cache, row: int, length: int, blank: Cache) -> Cache:
     return cache.extract(row)
 
 
+def prepare(cache: Cache, tokens: int) -> None:
+    """Before a forward of `tokens` tokens on a group.
+
+    mlx-lm's batched window counts from its write cursor when it masks several tokens, which is wrong once
+    the window has wrapped; in order of time the cursor is the end.
+    """
+    if type(cache) is CacheList:
+        for part in cache.caches:
+            prepare(part, tokens)
+    elif type(cache) is BatchRotatingKVCache and tokens > 1 and cache.rotated:
+        cache._temporal_order()
+
+
 def duplicate(cache: Cache) -> Cache:
     """A copy whose array objects are its own."""
     return copy.deepcopy(cache)

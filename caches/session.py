@@ -85,6 +85,8 @@ class SessionCache:
             raise ValueError(f"inputs {inputs.shape} for {self.rows} rows")
         self._full.begin(tokens)
         try:
+            for cache in self._others():
+                foreign.prepare(cache, tokens)
             logits = model(inputs, cache=self.layers)
         except BaseException:
             self._full.rollback()

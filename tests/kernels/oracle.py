@@ -6,7 +6,7 @@ import numpy as np
 
 
 def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float) -> np.ndarray:
-    """One row: queries [H, N, D] of the last N positions, keys [Hkv, S, D], values [Hkv, S, Dv]; [H, N, Dv]."""
+    """One row: queries [H, N, D] of the last N positions, keys [Hkv, S, D], values [Hkv, S, Dv]."""
     heads, count, _ = queries.shape
     kv_heads, stored, _ = keys.shape
     out = np.zeros((heads, count, values.shape[-1]), np.float64)
