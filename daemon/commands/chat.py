@@ -191,5 +191,7 @@ def chat(
                     break
             except StateroomError as error:
                 out.print(str(error), style="red", markup=False)
+            except KeyboardInterrupt:  # in anything but an answer: that is given up, not the program
+                out.print()
         if interactive:
             out.print()

@@ -210,6 +210,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_the_program(tiny_daemon: RunningDaem
         length = length_of(tiny_daemon, "terminal")
         assert length is not None
         assert 40 < length < 3000
+        terminal.wait_for("> ", terminal.shown.index("tokens in terminal"))
         seen = len(terminal.shown)
         terminal.type(CTRL_C)  # at the prompt it gives up the line, not the program
         terminal.wait_for("> ", seen)
