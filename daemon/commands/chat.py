@@ -15,13 +15,15 @@ from typing import Annotated
 import typer
 
 from stateroom.client import Room, Session, connect
-from stateroom.client.errors import Busy, NotFound, StateroomError
+from stateroom.client.errors import Busy, NotFound, StateroomError, Unsupported
 from stateroom.client.protocol import LengthResult, Message, Sampling
 from stateroom.client.timeouts import CANCEL_TIMEOUT_S
 from stateroom.daemon.commands.options import COMMANDS_APP, Endpoint, MaxTokens, Model, Seed, Temperature
 from stateroom.daemon.commands.terminal import out, receipt_line, write
 
 BUSY_PAUSE_S = 0.05
+
+CUT = "What is left of the conversation ends inside a message, so it can't go on: /trim 0 starts afresh."
 
 HELP = """\
 /undo            take back the last exchange
@@ -53,6 +55,9 @@ class Chat:
         except KeyboardInterrupt:
             self._trim_when_free(mark)
             out.print("\n[dim](not asked)[/dim]")
+            return
+        except Unsupported:
+            out.print(CUT)
             return
         self.marks.append(mark)
         with self.session.decode(max_tokens=self.max_tokens, sampling=self.sampling) as stream:

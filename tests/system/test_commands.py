@@ -186,6 +186,12 @@ def test_trim_fork_save_as_switch_and_sessions(tiny_daemon: RunningDaemon) -> No
     assert length_of(tiny_daemon, "base") == base
 
 
+def test_a_conversation_cut_inside_a_message_says_so_and_can_start_afresh(tiny_daemon: RunningDaemon) -> None:
+    shown = chat(tiny_daemon, "cut", "a longer question", "/trim 15", "another", "/trim 0", "another")
+    assert any("ends inside a message" in line for line in shown)
+    assert shown[-1].startswith("0 tokens reused")
+
+
 def test_wrong_commands_say_what_is_wrong_and_the_chat_goes_on(tiny_daemon: RunningDaemon) -> None:
     wrong = ("/nonsense", "/trim", "/trim 100000", "/save-as", "/save-as wrong", "/switch gone")
     shown = chat(tiny_daemon, "wrong", "one", *wrong, "/help", "two")
