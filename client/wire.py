@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, TypeVar
 
 import msgpack
@@ -39,6 +39,9 @@ class DecodeError(ValueError):
     def __init__(self, message: str, request_id: int | None = None) -> None:
         super().__init__(message)
         self.request_id = request_id
+
+
+_PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 class _NotAllowed:
@@ -132,22 +135,35 @@ def field_types(message_type: type[Any]) -> dict[str, Any]:
     return typing.get_type_hints(message_type, include_extras=True)
 
 
+_SENT_ALWAYS = object()  # equal to no value of a field
+
+
+@cache
+def _sent_fields(message_type: type[Any]) -> tuple[tuple[str, str, Any], ...]:
+    """(field name, name on the wire, value that is left out beside None)."""
+    skip_defaults = issubclass(message_type, Request | Sampling | KV)
+    return tuple(
+        (f.name, name, f.default if skip_defaults and f.default is not MISSING else _SENT_ALWAYS)
+        for f, name in zip(fields(message_type), wire_names(message_type).values(), strict=True)
+    )
+
+
 def to_wire(value: Any) -> Any:
     """A dataclass as a map of plain values; fields that are None, and a request's defaults, are left out."""
-    if is_dataclass(value) and not isinstance(value, type):
-        names = wire_names(type(value))
-        skip_defaults = isinstance(value, Request | Sampling | KV)
-        made = {}
-        for f in fields(value):
-            item = getattr(value, f.name)
-            if item is None or (skip_defaults and f.default is not MISSING and item == f.default):
-                continue
-            made[names[f.name]] = to_wire(item)
-        return made
+    kind: Any = type(value)
+    if kind in _PLAIN:
+        return value
     if isinstance(value, list | tuple):
         if value and type(value[0]) is int:
             return value
         return [to_wire(item) for item in value]
+    if is_dataclass(kind):
+        made = {}
+        for field_name, name, left_out in _sent_fields(kind):
+            item = getattr(value, field_name)
+            if item is not None and item != left_out:
+                made[name] = to_wire(item)
+        return made
     if isinstance(value, dict):
         return {key: to_wire(item) for key, item in value.items()}
     return value
@@ -167,38 +183,54 @@ def from_wire(message_type: type[M], wire: Any) -> M:
     if not isinstance(wire, dict):
         raise DecodeError(f"{message_type.__name__} must be a map.")
     kind: Any = message_type  # to `cache`, mypy counts a class as not hashable
-    types_of = field_types(kind)
     made = {}
-    for name, wire_name in wire_names(kind).items():
+    for name, wire_name, build in _read_fields(kind):
         if wire_name in wire:
-            made[name] = _build(types_of[name], wire[wire_name])
+            value = wire[wire_name]
+            made[name] = value if build is None or value is None else build(value)
     try:
         return message_type(**made)
     except TypeError as error:
         raise DecodeError(f"{message_type.__name__} is incomplete: {error}.") from error
 
 
-def _build(annotation: Any, value: Any) -> Any:
-    if value is None:
-        return None
-    origin = typing.get_origin(annotation)
+Build = Callable[[Any], Any]
+
+
+@cache
+def _read_fields(message_type: type[Any]) -> tuple[tuple[str, str, Build | None], ...]:
+    """(field name, name on the wire, how its value is built; None: it is taken as it is)."""
+    types_of = field_types(message_type)
+    return tuple((name, wire, _builder(types_of[name])) for name, wire in wire_names(message_type).items())
+
+
+def _builder(annotation: Any) -> Build | None:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        return _build(typing.get_args(annotation)[0], value)
+        return _builder(arguments[0])
     if origin in (typing.Union, types.UnionType):
-        inner = [a for a in typing.get_args(annotation) if a is not type(None)]
-        return _build(inner[0], value) if len(inner) == 1 else value
+        inner = [argument for argument in arguments if argument is not type(None)]
+        return _builder(inner[0]) if len(inner) == 1 else None
     if origin is list:
-        (inner_type,) = typing.get_args(annotation)
+        return _list_builder(arguments[0])
+    if origin is tuple:
+        return tuple
+    if is_dataclass(annotation) and isinstance(annotation, type):
+        return partial(from_wire, annotation)
+    return None
+
+
+def _list_builder(inner_type: Any) -> Build:
+    build = _builder(inner_type)
+
+    def built(value: Any) -> list[Any]:
         if not isinstance(value, list | tuple):
             raise DecodeError("A list was expected.")
-        if inner_type in (int, float, str):
+        if build is None:
             return list(value)
-        return [_build(inner_type, item) for item in value]
-    if origin is tuple:
-        return tuple(value)
-    if is_dataclass(annotation) and isinstance(annotation, type):
-        return from_wire(annotation, value)
-    return value
+        return [None if item is None else build(item) for item in value]
+
+    return built
 
 
 def encode_request(request_id: int, request: Request) -> bytes:
