@@ -139,7 +139,7 @@ _SENT_ALWAYS = object()  # equal to no value of a field
 
 
 @cache
-def _sent_fields(message_type: type[Any]) -> tuple[tuple[str, str, Any], ...]:
+def _sent_fields(message_type: Any) -> tuple[tuple[str, str, Any], ...]:
     """(field name, name on the wire, value that is left out beside None)."""
     skip_defaults = issubclass(message_type, Request | Sampling | KV)
     return tuple(
@@ -157,7 +157,7 @@ def to_wire(value: Any) -> Any:
         if value and type(value[0]) is int:
             return value
         return [to_wire(item) for item in value]
-    if is_dataclass(kind):
+    if is_dataclass(value) and not isinstance(value, type):
         made = {}
         for field_name, name, left_out in _sent_fields(kind):
             item = getattr(value, field_name)
@@ -198,7 +198,7 @@ Build = Callable[[Any], Any]
 
 
 @cache
-def _read_fields(message_type: type[Any]) -> tuple[tuple[str, str, Build | None], ...]:
+def _read_fields(message_type: Any) -> tuple[tuple[str, str, Build | None], ...]:
     """(field name, name on the wire, how its value is built; None: it is taken as it is)."""
     types_of = field_types(message_type)
     return tuple((name, wire, _builder(types_of[name])) for name, wire in wire_names(message_type).items())
