@@ -124,6 +124,44 @@ def test_only_the_shells_and_the_gpu_side_import_it(
     assert wrong == []
 
 
+def test_one_thread_owns_mlx_and_no_process_is_forked(trees: dict[str, ast.AST]) -> None:
+    """B56, B57: streams of mlx belong to a thread; a fork after its first step, or ZeroMQ's, hangs.
+
+    The worker may start one thread, which watches a pipe and touches nothing of mlx.
+    """
+    concurrency = re.compile(r"(threading|concurrent|multiprocessing|asyncio|_thread)(\..*)?")
+    threads = [
+        name
+        for name, tree in trees.items()
+        for module, _, _ in imports_of(tree)
+        if MAY_IMPORT_MLX.fullmatch(name) and concurrency.fullmatch(module)
+    ]
+    assert set(threads) <= {"daemon/engine/worker.py"}
+    forks = [
+        f"{name}:{node.lineno}"
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("fork", "forkpty", "fork_exec")
+        if isinstance(node.value, ast.Name) and node.value.id in ("os", "pty")
+    ]
+    assert forks == []
+    assert not [
+        name for name, tree in trees.items() if "multiprocessing" in {m for m, _, _ in imports_of(tree)}
+    ]
+
+
+def test_frames_are_sent_as_copies(trees: dict[str, ast.AST]) -> None:
+    """B66: a frame sent without copying is rewritten in flight when its buffer is used again."""
+    wrong = [
+        f"{name}:{node.lineno}"
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and "send" in node.func.attr
+        if any(keyword.arg in ("copy", "track") for keyword in node.keywords)
+    ]
+    assert wrong == []
+
+
 def test_the_rules_can_fail() -> None:
     """A wrong import of each kind is seen; else a slip in a pattern would pass everything."""
     tree = ast.parse(
