@@ -86,7 +86,7 @@ class Batch:
             return
         assert self.cache is not None
         places = {}
-        if previous is not None and self.lookahead:
+        if previous is not None:
             places = {stream: place for place, stream in enumerate(previous.members)}
         lasts = [self._last(stream, places, previous) for stream in self.members]
         logits = self.cache.forward(self.model, self._inputs(places, previous))[:, -1, :]

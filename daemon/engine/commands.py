@@ -324,7 +324,7 @@ class Commands:
         if start > to:
             raise Invalid(f"from ({start}) must not be greater than to ({to}).", field="from")
         piece = session.tokens[start:to]
-        result = p.TokensResult(tokens=piece, text=self.loaded.tokenizer.decode(piece))
+        result = p.TokensResult(tokens=piece, text=self.loaded.tokenizer.decode(piece, first=start == 0))
         self.engine.answer(command.rid, result)
 
     def _close(self, command: Command, request: p.Close) -> None:

@@ -5,7 +5,8 @@ before while the device works, awaits the prefill quantum in flight and launches
 taken between turns; they only plan and queue. Every command ends in exactly one final answer.
 
 Order on the device: decode step, prefill quantum, decode step, … A stream never waits for more than
-one quantum, a prefill for no more than one step.
+one quantum, a prefill for no more than one step. With `BlasThreads` (CPU) a quantum runs by itself, since
+the number of threads is switched around it and work in flight would be caught half-way.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from stateroom.client.errors import Internal, Numeric, StateroomError
 from stateroom.client.limits import BATCH_MAX
 from stateroom.client.protocol import Body, Caps, KindCaps, LengthResult, Receipt
 from stateroom.daemon.engine.batch import Batch, Flight
+from stateroom.daemon.engine.blas_threads import BlasThreads
 from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.model import LoadedModel
 from stateroom.daemon.engine.score import Score
@@ -52,6 +54,7 @@ class Engine:
         report: takes an exception that is a bug, and gives the incident's name for the log.
         kv_budget_bytes: the most KV held at once; None: no limit.
         pace: sizes the prefill quanta.
+        blas: switches BLAS threads between decode and prefill, on a CPU.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Engine:
         report: Callable[[BaseException], str],
         kv_budget_bytes: int | None = None,
         pace: Pace | None = None,
+        blas: BlasThreads | None = None,
         rows_max: int = BATCH_MAX,
     ) -> None:
         self.loaded = loaded
@@ -71,6 +75,7 @@ class Engine:
         self.report = report
         self.kv_budget_bytes = kv_budget_bytes
         self.pace = pace or Pace()
+        self.blas = blas
         self.rows_max = rows_max
         self.sessions: dict[str, Session] = {}
         self.requests: dict[int, Work | Stream] = {}
@@ -137,16 +142,25 @@ class Engine:
     def step(self) -> bool:
         """One turn of the loop; False when nothing is left to do."""
         self._join()
-        for batch in list(self.batches):
-            try:
-                self._step_batch(batch)
-            except Exception as error:
-                self._batch_failed(batch, error)
+        alone = self.blas is not None and len(self.fills) > 0
+        if alone:
+            self._each_batch(self._land)
+            self._fill_alone()
+            self._each_batch(self._launch)
+        else:
+            self._each_batch(self._step_batch)
+            self._fill()
         self.batches = [batch for batch in self.batches if batch.members]
         if self._cancelled_any:
             self._end_cancelled_streams()
-        self._fill()
         return bool(self.requests)
+
+    def _each_batch(self, act: Callable[[Batch], None]) -> None:
+        for batch in list(self.batches):
+            try:
+                act(batch)
+            except Exception as error:
+                self._batch_failed(batch, error)
 
     def cancel(self, rid: int) -> None:
         """Ends a request at its next token or quantum. Unknown or finished ids are passed over."""
@@ -200,16 +214,24 @@ class Engine:
         return other is None or (other.batchable and other.signature == cache.signature)
 
     def _step_batch(self, batch: Batch) -> None:
-        flight = batch.flight
         if batch.lookahead:
-            batch.launch(self.clock_ms())
-            self._land(batch, flight)
+            flight = batch.flight
+            self._launch(batch)
+            self._publish(batch, flight)
         else:
-            self._land(batch, flight)
-            batch.launch(self.clock_ms())
+            self._land(batch)
+            self._launch(batch)
 
-    def _land(self, batch: Batch, flight: Flight | None) -> None:
-        """Reads a step's draws and publishes them; streams that ended leave with their rows."""
+    def _launch(self, batch: Batch) -> None:
+        batch.launch(self.clock_ms())
+
+    def _land(self, batch: Batch) -> None:
+        """Ends the step in flight before another is launched."""
+        flight, batch.flight = batch.flight, None
+        self._publish(batch, flight)
+
+    def _publish(self, batch: Batch, flight: Flight | None) -> None:
+        """Reads a step's draws and tells them; streams that ended leave with their rows."""
         if flight is None:
             return
         mx.eval(flight.drawn.arrays())
@@ -302,9 +324,7 @@ class Engine:
 
     def _fill(self) -> None:
         """Awaits the quantum in flight and launches the next."""
-        quantum, self.quantum = self.quantum, None
-        if quantum is not None:
-            self._await(quantum)
+        self._land_quantum()
         for work in [work for work in self.fills if work.cancelled]:
             self._end_work(work)
         work = self.fills.turn()
@@ -321,7 +341,18 @@ class Engine:
         except Exception as error:
             self._work_failed(work, error)
 
-    def _await(self, quantum: Quantum) -> None:
+    def _fill_alone(self) -> None:
+        """One quantum from launch to end, with nothing else on the device."""
+        assert self.blas is not None
+        self.blas.many()
+        self._fill()
+        self._land_quantum()
+        self.blas.few()
+
+    def _land_quantum(self) -> None:
+        quantum, self.quantum = self.quantum, None
+        if quantum is None:
+            return
         work = quantum.work
         try:
             mx.eval(quantum.arrays)

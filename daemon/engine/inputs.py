@@ -90,4 +90,4 @@ def _answer(loaded: LoadedModel, session: Session) -> list[Message]:
         return []
     while tail and tail[-1] in loaded.eos:
         tail.pop()
-    return [Message(role="assistant", content=loaded.tokenizer.decode(tail))]
+    return [Message(role="assistant", content=loaded.tokenizer.decode(tail, first=False))]

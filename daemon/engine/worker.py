@@ -21,6 +21,7 @@ import zmq
 
 from stateroom.client.limits import MESSAGE_BYTES_MAX
 from stateroom.client.protocol import ModelInfo
+from stateroom.daemon.engine.blas_threads import BlasThreads
 from stateroom.daemon.engine.commands import Commands
 from stateroom.daemon.engine.engine import Engine
 from stateroom.daemon.engine.model import LoadedModel, ModelError, load
@@ -144,6 +145,7 @@ def make_engine(loaded: LoadedModel, emit: Callable[[Answer], None], kv_budget: 
         report=report,
         kv_budget_bytes=kv_budget,
         pace=Pace(gap_ms=GAP_MS_GPU if on_gpu else None),
+        blas=None if on_gpu else BlasThreads.find(),
     )
 
 

@@ -12,11 +12,18 @@ from typing import ClassVar
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from tests.engine.harness import Bench
 from tests.tiny import make_tiny_model
 
 from stateroom.client import protocol as p
+from stateroom.daemon.engine.blas_threads import BlasThreads
 
 SESSIONS_MOST = 5
 LENGTH_MOST = 40
@@ -30,13 +37,15 @@ class Operations(RuleBasedStateMachine):
     """Random operations on a handful of sessions; every touched session is checked after each."""
 
     architecture: ClassVar[str] = ""
+    alone: ClassVar[bool] = False  # quanta run by themselves, as with a threaded BLAS
     _loaded: ClassVar[dict[str, object]] = {}
 
     def __init__(self) -> None:
         super().__init__()
         if self.architecture not in self._loaded:
             self._loaded[self.architecture] = make_tiny_model(self.architecture)
-        self.bench = Bench(self._loaded[self.architecture])  # type: ignore[arg-type]
+        options = {"blas": BlasThreads(Recorded(), 2)} if self.alone else {}
+        self.bench = Bench(self._loaded[self.architecture], **options)  # type: ignore[arg-type]
         self.ids: list[str] = []
         self.touched: set[str] = set()
 
@@ -195,11 +204,22 @@ class Operations(RuleBasedStateMachine):
         self.touched.clear()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "lfm2", "falcon_h1", "mamba"])
-def test_law(architecture: str) -> None:
-    machine = type(f"Operations_{architecture}", (Operations,), {"architecture": architecture})
-    from hypothesis.stateful import run_state_machine_as_test
+class Recorded:
+    """Stands for OpenBLAS where only the order of work is tested."""
 
+    def openblas_set_num_threads(self, threads: int) -> None:
+        assert threads in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "alone"),
+    [(name, False) for name in ("llama", "qwen3", "gemma3_text", "lfm2", "falcon_h1", "mamba")]
+    + [("llama", True), ("lfm2", True)],
+)
+def test_law(architecture: str, alone: bool) -> None:
+    machine = type(
+        f"Operations_{architecture}", (Operations,), {"architecture": architecture, "alone": alone}
+    )
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -1,0 +1,51 @@
+"""How many threads the preloaded OpenBLAS uses, switched between decode and prefill.
+
+On a CPU mlx multiplies through BLAS. OpenBLAS's threads make the large products of a prefill faster and
+the small ones of a decode step several times slower, because handing out such a product costs more than
+it takes. benchmarks/ prints both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+DECODE_THREADS = 1
+
+
+class BlasThreads:
+    """`few()` before decode steps, `many()` before prefill. Switch only while the device is idle."""
+
+    def __init__(self, library: Any, most: int) -> None:
+        self._set = library.openblas_set_num_threads
+        self._most = most
+        self._now = 0
+        self.few()
+
+    @classmethod
+    def find(cls) -> BlasThreads | None:
+        """Of the OpenBLAS that this process was started with; None when there is no such thing."""
+        if not sys.platform.startswith("linux"):
+            return None
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            path = line.rpartition(" ")[2]
+            # A wheel's private copy (numpy has one) is not what mlx calls.
+            if "openblas" in path.rpartition("/")[2] and ".libs/" not in path:
+                library = ctypes.CDLL(path)
+                if hasattr(library, "openblas_set_num_threads"):
+                    return cls(library, len(os.sched_getaffinity(0)))
+        return None
+
+    def few(self) -> None:
+        self._switch(min(DECODE_THREADS, self._most))
+
+    def many(self) -> None:
+        self._switch(self._most)
+
+    def _switch(self, threads: int) -> None:
+        if threads != self._now:
+            self._set(threads)
+            self._now = threads
