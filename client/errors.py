@@ -129,8 +129,9 @@ CLASSES: dict[ErrorCode, type[StateroomError]] = {
 
 def error_from(body: ErrorBody) -> StateroomError:
     """The exception for an error reply; a code newer than this library becomes `DaemonError`."""
-    made = CLASSES.get(body.code, DaemonError)(body.message, field=body.field)
-    made.details = dict(body.details)
+    kind = CLASSES.get(body.code, DaemonError) if isinstance(body.code, str) else DaemonError
+    made = kind(str(body.message), field=body.field)
+    made.details = body.details if isinstance(body.details, dict) else {}
     return made
 
 

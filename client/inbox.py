@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from stateroom.client.connection import Connection, Failed, Happening, Ignored, Part, Update
 from stateroom.client.errors import ClientError, SlowConsumer, StateroomError
-from stateroom.client.limits import INBOX_REPLIES_MAX
 from stateroom.client.protocol import Request, Result
 from stateroom.client.timeouts import Wait
 
 if TYPE_CHECKING:
     import asyncio
+
+# Replies of one stream waiting for a reader that does not take them: some megabytes, minutes of decoding.
+INBOX_REPLIES_MAX = 65_536
 
 Error = StateroomError | ClientError
 Item = Part | Result | Error

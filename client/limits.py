@@ -30,7 +30,6 @@ INT64_MIN = -(2**63)
 REQUESTS_PER_CLIENT_MAX = 256  # open at once on one connection
 REQUESTS_QUEUED_MAX = 1_024  # open at once in the daemon
 OUTBOX_MESSAGES_MAX = 1_024  # replies waiting for one client that does not read
-INBOX_REPLIES_MAX = 65_536  # replies of one stream waiting in the client for a reader that does not take them
 
 NAME_PATTERN = r"[A-Za-z0-9._-]{1,64}"
 

@@ -179,19 +179,20 @@ def from_wire(message_type: type[M], wire: Any) -> M:
 
     Raises:
         DecodeError: a field without default is missing, or a part isn't a map or list where it must be.
+            Numbers and strings are taken as they are.
     """
     if not isinstance(wire, dict):
         raise DecodeError(f"{message_type.__name__} must be a map.")
     kind: Any = message_type  # to `cache`, mypy counts a class as not hashable
     made = {}
-    for name, wire_name, build in _read_fields(kind):
-        if wire_name in wire:
-            value = wire[wire_name]
-            made[name] = value if build is None or value is None else build(value)
     try:
+        for name, wire_name, build in _read_fields(kind):
+            if wire_name in wire:
+                value = wire[wire_name]
+                made[name] = value if build is None or value is None else build(value)
         return message_type(**made)
     except TypeError as error:
-        raise DecodeError(f"{message_type.__name__} is incomplete: {error}.") from error
+        raise DecodeError(f"{message_type.__name__} can't be built: {error}.") from error
 
 
 Build = Callable[[Any], Any]

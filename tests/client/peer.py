@@ -44,9 +44,9 @@ class Call:
         self.ended = False
 
     def reply(self, kind: str, final: bool = False, **fields: Any) -> None:
+        self.ended = self.ended or final
         self.raw({"v": 1, "id": self.id, "seq": self.seq, "kind": kind, "final": final, **fields})
         self.seq += 1
-        self.ended = self.ended or final
 
     def result(self, **fields: Any) -> None:
         self.reply("result", True, **fields)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgpack
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
@@ -33,6 +33,7 @@ from stateroom.client.errors import (
 )
 from stateroom.client.limits import REQUESTS_PER_CLIENT_MAX
 from stateroom.client.protocol import (
+    OPERATIONS,
     Body,
     CancelResult,
     Decode,
@@ -47,9 +48,10 @@ from stateroom.client.protocol import (
     Usage,
 )
 from stateroom.client.timeouts import Wait
-from stateroom.client.wire import encode_reply
+from stateroom.client.wire import encode_reply, wire_names
 
 FOR_EVER = Wait(None)
+REQUIRED = {"session": "s", "max_tokens": 1, "to": 0, "text": "a", "model": "m"}  # enough for any operation
 DECODE = Decode(session="s", max_tokens=9)
 
 
@@ -74,13 +76,13 @@ def sent(connection: Connection) -> list[dict[str, object]]:
 
 def test_the_table_answers_every_input_in_every_living_state() -> None:
     living = [state for state in State if state is not State.ENDED]
-    assert set(TABLE) == {(state, given) for state in living for given in Input}
+    assert set(TABLE) == {(state, what) for state in living for what in Input}
 
 
 def test_the_table_tells_the_daemon_once_at_most_and_ends_what_it_must() -> None:
-    for (state, given), step in TABLE.items():
-        assert step.tell == (state is State.OPEN and given in (Input.CANCEL, Input.ABANDON))
-        ends = given in (Input.LAST, Input.ABANDON, Input.LOSE)
+    for (state, what), step in TABLE.items():
+        assert step.tell == (state is State.OPEN and what in (Input.CANCEL, Input.ABANDON))
+        ends = what in (Input.LAST, Input.ABANDON, Input.LOSE)
         assert (step.state is State.ENDED) == ends
 
 
@@ -263,6 +265,36 @@ def test_an_unreadable_reply_to_an_open_request_fails_that_request_by_name(field
     assert failed.request_id == request_id
     assert isinstance(failed.error, StreamBroken)
     assert connection.receive(reply(other, 0, token(1)), 0.0) == [Update(other, token(1))]
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+words = sorted({name for operation in OPERATIONS.values() for name in wire_names(operation.result).values()})
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+@settings(max_examples=30, deadline=None)
+@given(
+    kind=st.sampled_from(["result", "error", "token", "progress", "event"]),
+    fields=st.dictionaries(st.sampled_from([*words, "error", "top", "kv"]), plain, max_size=6),
+    error=st.dictionaries(st.sampled_from(["code", "message", "field", "details"]), plain) | plain,
+)
+def test_a_reply_with_any_content_is_taken_or_fails_its_request(
+    op: str, kind: str, fields: dict[str, object], error: object
+) -> None:
+    """Whatever a daemon sends, the thread that reads it lives on."""
+    connection = Connection()
+    known = {
+        name: strategy for name, strategy in REQUIRED.items() if name in wire_names(OPERATIONS[op].request)
+    }
+    request_id = connection.start(OPERATIONS[op].request(**known), FOR_EVER, 0.0)
+    wire = {**fields, "v": 1, "id": request_id, "seq": 0, "kind": kind, "error": error}
+    (happening,) = connection.receive(msgpack.packb(wire), 0.0)
+    assert isinstance(happening, Update | Done | Failed)
+    assert connection.open_requests == isinstance(happening, Update)
 
 
 def test_an_error_without_an_id_belongs_to_nobody() -> None:
