@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.models import base
+from mlx_lm.models.cache import QuantizedKVCache
+from tests.caches.models import tiny
 from tests.kernels.oracle import attend
 
+from stateroom.caches import attention
 from stateroom.caches.layers import FullLayer
 from stateroom.caches.rows import PackedRows
+from stateroom.caches.session import SessionCache
 from stateroom.kernels import dispatch
 
+SEAM = "scaled_dot_product_attention"
 H, HKV, D, DV = 6, 2, 5, 3
 SCALE = 0.37
 
@@ -148,3 +156,42 @@ def test_masks_past_sixteen_bits_of_columns(length: int, n: int) -> None:
     got = read(packed, slice(0, 2))
     for i, row in enumerate(alone):
         np.testing.assert_allclose(got[i], read(row, slice(i, i + 1))[0], atol=2e-6)
+
+
+def test_install_replaces_the_name_once_and_serves_our_layers_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("gpt_oss")
+    module = sys.modules[type(model).__module__]
+    monkeypatch.setattr(module, SEAM, attention.original)
+    assert attention.install(model) == attention.install(model) == ["mlx_lm.models.gpt_oss"]
+    assert getattr(module, SEAM) is attention.scaled_dot_product_attention
+    assert base.scaled_dot_product_attention is attention.original
+    q, k, v = (mx.random.normal((1, heads, 5, 8)) for heads in (4, 2, 2))
+    cache = QuantizedKVCache(group_size=32, bits=8)
+    reads = [(None, None), (None, mx.zeros(4)), (FullLayer(PackedRows(1), 0), mx.ones(4))]
+    for theirs, sinks in reads:
+        got = attention.scaled_dot_product_attention(q, k, v, theirs, 0.5, "causal", sinks=sinks)
+        want = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.5, mask="causal", sinks=sinks)
+        assert mx.array_equal(got, want)
+    wide = mx.random.normal((1, 2, 5, 64))
+    stored = cache.update_and_fetch(wide, wide)
+    queries = mx.random.normal((1, 4, 5, 64))
+    got = attention.scaled_dot_product_attention(queries, *stored, cache, 0.5, None)
+    want = base.quantized_scaled_dot_product_attention(queries, *stored, 0.5, None, group_size=32)
+    assert mx.array_equal(got, want)
+
+
+def test_a_model_that_does_not_pass_the_seam_reads_the_same() -> None:
+    """The plain read: update_and_fetch, then mlx's attention on what it returned."""
+    model = tiny("llama")
+    module = sys.modules[type(model).__module__]
+    tokens = [mx.array([[3, 1, 4, 1, 5]]), mx.array([[9]])]
+
+    def logits() -> np.ndarray:
+        session = SessionCache.create(model)
+        return np.concatenate([np.array(session.forward(model, some)[0]) for some in tokens])
+
+    attention.install(model)
+    through = logits()
+    setattr(module, SEAM, attention.original)
+    np.testing.assert_allclose(logits(), through, atol=2e-6 * np.abs(through).max())
+    attention.install(model)

@@ -131,6 +131,76 @@ class Sessions(RuleBasedStateMachine):
         assert group.cache.offsets == tuple(map(len, group.tokens))
 
 
+def grown(model: Any, lengths: list[int], seed: int) -> SessionCache:
+    random = np.random.default_rng(seed)
+    sessions = []
+    for length in lengths:
+        session = SessionCache.create(model)
+        mx.eval(session.forward(model, mx.array(random.integers(0, VOCAB, (1, length)))), session.arrays())
+        sessions.append(session)
+    return SessionCache.merge_rows(sessions)
+
+
+BATCHABLE = [name for name in ARCHITECTURES if name != "llama4"]
+
+
+@pytest.mark.parametrize("architecture", BATCHABLE)
+def test_a_neighbours_content_changes_no_bit(architecture: str) -> None:
+    """B15: the same shapes twice, other tokens in the other rows; then X6, a neighbour of NaN."""
+    model = model_of(architecture)
+    first = [SessionCache.create(model) for _ in range(2)]
+    for session in first:
+        mx.eval(session.forward(model, mx.array([[5, 17, 3, 88, 2, 41, 9]])), session.arrays())
+    answers = []
+    for seed, session in enumerate(first):
+        group = SessionCache.merge_rows([grown(model, [13], seed), session, grown(model, [4], 7 + seed)])
+        steps = [group.forward(model, mx.array([[seed], [token], [60 + seed]]))[1, -1] for token in (1, 2, 3)]
+        answers.append(np.stack([np.array(step) for step in steps]))
+    assert answers[0].tobytes() == answers[1].tobytes()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "qwen3_next"])
+def test_a_row_of_nan_stays_alone(architecture: str) -> None:
+    """X6: finite rows stay finite and right, with the poisoned row beside them and after it is gone."""
+    model = model_of(architecture)
+    random = np.random.default_rng(1)
+    tokens = list(map(int, random.integers(0, VOCAB, 9)))
+    poisoned, clean = grown(model, [12], 3), SessionCache.create(model)
+    mx.eval(clean.forward(model, mx.array([tokens])), clean.arrays())
+    for layer in poisoned.layers:
+        if hasattr(layer, "keys"):
+            layer.keys, layer.values = layer.keys * mx.nan, layer.values * mx.nan
+    group = SessionCache.merge_rows([poisoned, clean])
+    for step in range(4):
+        logits = group.forward(model, mx.array([[step], [30 + step]] if group.rows == 2 else [[30 + step]]))
+        tokens.append(30 + step)
+        assert_same(np.array(logits[-1, -1]), fresh_logits(model, tokens))
+        if step < 2:
+            assert np.isnan(np.array(logits[0])).all()
+        if step == 1:
+            group.filter_rows([1])
+
+
+def test_equal_lengths_decode_with_positions_of_their_own() -> None:
+    """B01: two level rows and one token get an array of positions; a lone row gets a number."""
+    model = model_of("llama")
+    group = grown(model, [6, 6], 0)
+    assert isinstance(group.layers[0].offset, mx.array)
+    assert group.layers[0].offset.tolist() == [6, 6]
+    assert group.extract_row(0).layers[0].offset == 6
+
+
+def test_a_group_of_one_model_steps_like_its_rows_alone() -> None:
+    """B14: solo prefills of 25 and 30, merged, decoded: each row goes on at its own position."""
+    model = model_of("qwen3")
+    group = grown(model, [25, 30], 4)
+    alone = [group.extract_row(i) for i in range(2)]
+    for token in range(5):
+        packed = np.array(group.forward(model, mx.array([[token], [token + 50]]))[:, -1])
+        for i, session in enumerate(alone):
+            assert_same(packed[i], np.array(session.forward(model, mx.array([[token + 50 * i]]))[0, -1]))
+
+
 def machine(name: str) -> Any:
     case = type(f"Sessions_{name}", (Sessions,), {"architecture": name}).TestCase  # type: ignore[attr-defined]
     case.settings = settings(max_examples=12, stateful_step_count=12, deadline=None)
