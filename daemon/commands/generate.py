@@ -12,6 +12,8 @@ from stateroom.client.protocol import Message, Sampling
 from stateroom.daemon.commands.options import COMMANDS_APP, Endpoint, MaxTokens, Model, Seed, Temperature
 from stateroom.daemon.commands.terminal import write
 
+FORGET_S = 60.0  # for the daemon to forget the session by itself, when this program is killed
+
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to answer; - reads it from the standard input.")],
@@ -30,9 +32,10 @@ def generate(
     sampling = Sampling(temperature=temperature, seed=seed)
     with connect(endpoint, app=COMMANDS_APP) as room:
         if raw:
-            session = room.open(model=model, text=prompt)
+            session = room.open(model=model, ttl_s=FORGET_S, text=prompt)
         else:
-            session = room.open(model=model, messages=[Message(role="user", content=prompt)])
+            message = Message(role="user", content=prompt)
+            session = room.open(model=model, ttl_s=FORGET_S, messages=[message])
         try:
             with session.decode(max_tokens=max_tokens, sampling=sampling) as stream:
                 for token in stream:
