@@ -170,6 +170,6 @@ def show(folder: Path, console: Console) -> None:
     reused = sum(tally.reused for tally in tallies.values())
     share = reused / (reused + sum(tally.computed for tally in tallies.values()))
     console.print(
-        f"\n{share:.0%} of all prompt tokens were there already. To compute them again would have taken\n"
-        f"about [bold]{reused * price_s:.0f} s[/bold] more, at {price_s * 1000:.1f} ms a token."
+        f"\n{share:.0%} of all prompt tokens were there already. Computing them again would have\n"
+        f"taken about [bold]{reused * price_s:.0f} s[/bold] more, at {price_s * 1000:.1f} ms a token."
     )
