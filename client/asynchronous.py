@@ -233,6 +233,7 @@ class AsyncSocket:
             link, answer = await self._attempt(deadline - loop.time())
             if isinstance(answer, HelloResult):
                 self.greeting = answer
+                self._connect_s = min(self._connect_s, CONNECT_TIMEOUT_S)  # a daemon lost is not one starting
                 return link
             self._part(link)
             if isinstance(answer, RequestTimeout):

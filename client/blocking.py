@@ -70,7 +70,8 @@ def connect(
     Args:
         endpoint: where it listens; by default as docs/protocol.md says, from the environment.
         app: who asks. Sessions belong to an app, and an app sees only its own.
-        timeout_s: how long to keep trying until a daemon answers, now and when the connection was lost.
+        timeout_s: how long to keep trying until a daemon answers. (When it was lost later, the next
+            request tries as long, but `CONNECT_TIMEOUT_S` at most.)
         timeouts: the patience of single requests.
 
     Raises:
@@ -343,6 +344,7 @@ class SocketThread:
             link, answer = self._attempt(context, deadline)
             if isinstance(answer, HelloResult):
                 self.greeting = answer
+                self._connect_s = min(self._connect_s, CONNECT_TIMEOUT_S)  # a daemon lost is not one starting
                 return link
             self._part(link)
             if isinstance(answer, RequestTimeout):

@@ -24,6 +24,7 @@ from stateroom.client.protocol import (
     ModelResult,
     Open,
     OpenResult,
+    Progress,
     Request,
     Result,
     SessionClass,
@@ -33,7 +34,7 @@ from stateroom.client.protocol import (
     Unload,
     Watch,
 )
-from stateroom.client.session import AsyncSession, OnUpdate, Session
+from stateroom.client.session import AsyncSession, OnProgress, Session
 from stateroom.client.stream import AsyncEventStream, EventStream
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Room:
     def open(
         self,
         *,
-        on_update: OnUpdate | None = None,
+        on_progress: OnProgress | None = None,
         timeout_s: float | None = None,
         **options: Unpack[OpenOptions],
     ) -> Session:
@@ -97,7 +98,7 @@ class Room:
 
         Other options: `model`, `name`, `kv`, `session_class`, `ttl_s`; see `OpenOptions`.
         """
-        result = self.call(Open(**inputs_of(options)), OpenResult, timeout_s=timeout_s, on_update=on_update)
+        result = self.call(Open(**inputs_of(options)), OpenResult, timeout_s=timeout_s)
         session = Session(self, result.session, options.get("name"), result.length, result.caps)
         session.receipt = result.receipt
         return session
@@ -145,19 +146,19 @@ class Room:
         result_type: type[R],
         *,
         timeout_s: float | None = None,
-        on_update: OnUpdate | None = None,
+        on_progress: OnProgress | None = None,
     ) -> R:
         """Sends any request of `stateroom.client.protocol` and waits for its result.
 
-        `on_update` is called in this thread with each reply before the last.
+        `on_progress` is called in this thread with each `progress` before it.
         """
         inbox = self.start(request, timeout_s=timeout_s)
         try:
             while not isinstance(reply := inbox.take(), Result):
-                if on_update is not None:
-                    on_update(reply)
+                if on_progress is not None and isinstance(reply, Progress):
+                    on_progress(reply)
         finally:
-            inbox.cancel()  # if it hasn't ended: interrupted, or `on_update` raised
+            inbox.cancel()  # if it hasn't ended: interrupted, or `on_progress` raised
         return result_of(reply, result_type)
 
     def start(self, request: Request, *, timeout_s: float | None = None) -> Inbox:
@@ -210,13 +211,13 @@ class AsyncRoom:
     async def open(
         self,
         *,
-        on_update: OnUpdate | None = None,
+        on_progress: OnProgress | None = None,
         timeout_s: float | None = None,
         **options: Unpack[OpenOptions],
     ) -> AsyncSession:
         """As `Room.open`."""
         request = Open(**inputs_of(options))
-        result = await self.call(request, OpenResult, timeout_s=timeout_s, on_update=on_update)
+        result = await self.call(request, OpenResult, timeout_s=timeout_s)
         session = AsyncSession(self, result.session, options.get("name"), result.length, result.caps)
         session.receipt = result.receipt
         return session
@@ -261,14 +262,14 @@ class AsyncRoom:
         result_type: type[R],
         *,
         timeout_s: float | None = None,
-        on_update: OnUpdate | None = None,
+        on_progress: OnProgress | None = None,
     ) -> R:
         """As `Room.call`. When its task is cancelled, so is the request."""
         inbox = await self.start(request, timeout_s=timeout_s)
         try:
             while not isinstance(reply := await inbox.take(), Result):
-                if on_update is not None:
-                    on_update(reply)
+                if on_progress is not None and isinstance(reply, Progress):
+                    on_progress(reply)
         finally:
             inbox.cancel()
         return result_of(reply, result_type)

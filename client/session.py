@@ -29,6 +29,7 @@ from stateroom.client.protocol import (
     InfoResult,
     LengthResult,
     Prefill,
+    Progress,
     ReadTokens,
     Receipt,
     Request,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound=Result)
 
-OnUpdate = Callable[[Part], None]
+OnProgress = Callable[[Progress], None]
 ID_SHOWN = 10  # characters of an id in a repr
 
 
@@ -109,14 +110,18 @@ class Session(SessionState):
         self._decoding: Inbox | None = None  # the last decode through this handle
 
     def prefill(
-        self, *, on_update: OnUpdate | None = None, timeout_s: float | None = None, **inputs: Unpack[Inputs]
+        self,
+        *,
+        on_progress: OnProgress | None = None,
+        timeout_s: float | None = None,
+        **inputs: Unpack[Inputs],
     ) -> LengthResult:
         """Appends `text`, `tokens` or `messages`; nothing is a legal no-op.
 
-        `on_update` is called in this thread with every `Progress`.
+        `on_progress` is called in this thread as the prefill goes on.
         """
-        request = Prefill(session=self.id, progress=on_update is not None, **inputs_of(inputs))
-        return self._call(request, LengthResult, timeout_s, on_update)
+        request = Prefill(session=self.id, progress=on_progress is not None, **inputs_of(inputs))
+        return self._call(request, LengthResult, timeout_s, on_progress)
 
     def decode(
         self, max_tokens: int, *, timeout_s: float | None = None, **options: Unpack[DecodeOptions]
@@ -126,7 +131,8 @@ class Session(SessionState):
         Options: `stop`, `stop_tokens`, `ignore_eos`, `logprobs`, `stream`, `speculate`, `grammar`, and
         `sampling` or its single fields: `temperature` (0, greedy, unless given), `top_p`, `top_k`,
         `min_p`, `repetition_penalty`, `repetition_window`, `frequency_penalty`, `presence_penalty`,
-        `logit_bias`, `seed`. docs/protocol.md gives their meaning and ranges.
+        `logit_bias`, `seed`. docs/protocol.md gives their meaning and ranges. With `stream=False` the
+        result is the first reply, so `timeout_s` limits the whole.
         """
         request = decode_request(self.id, max_tokens, options)
         self._settle()
@@ -158,14 +164,12 @@ class Session(SessionState):
             for id, name in zip_longest(result.sessions, names or ())
         ]
 
-    def sync(
-        self, *, on_update: OnUpdate | None = None, timeout_s: float | None = None, **inputs: Unpack[Inputs]
-    ) -> LengthResult:
+    def sync(self, *, timeout_s: float | None = None, **inputs: Unpack[Inputs]) -> LengthResult:
         """Makes the session hold exactly `text`, `tokens` or `messages`, computing only what is new.
 
         Supersedes a sync or decode of this session that still runs: that one ends as cancelled.
         """
-        return self._call(Sync(session=self.id, **inputs_of(inputs)), LengthResult, timeout_s, on_update)
+        return self._call(Sync(session=self.id, **inputs_of(inputs)), LengthResult, timeout_s)
 
     def tokens(self, start: int | None = None, to: int | None = None) -> TokensResult:
         """The session's tokens from `start` up to, not including, `to`; and their text."""
@@ -201,11 +205,11 @@ class Session(SessionState):
         request: Request,
         result_type: type[R],
         timeout_s: float | None = None,
-        on_update: OnUpdate | None = None,
+        on_progress: OnProgress | None = None,
     ) -> R:
         self._settle()
         try:
-            result = self._room.call(request, result_type, timeout_s=timeout_s, on_update=on_update)
+            result = self._room.call(request, result_type, timeout_s=timeout_s, on_progress=on_progress)
         except StateroomError as error:
             self.note(error)
             raise
@@ -243,11 +247,15 @@ class AsyncSession(SessionState):
         self._decoding: AsyncInbox | None = None
 
     async def prefill(
-        self, *, on_update: OnUpdate | None = None, timeout_s: float | None = None, **inputs: Unpack[Inputs]
+        self,
+        *,
+        on_progress: OnProgress | None = None,
+        timeout_s: float | None = None,
+        **inputs: Unpack[Inputs],
     ) -> LengthResult:
         """As `Session.prefill`."""
-        request = Prefill(session=self.id, progress=on_update is not None, **inputs_of(inputs))
-        return await self._call(request, LengthResult, timeout_s, on_update)
+        request = Prefill(session=self.id, progress=on_progress is not None, **inputs_of(inputs))
+        return await self._call(request, LengthResult, timeout_s, on_progress)
 
     def decode(
         self, max_tokens: int, *, timeout_s: float | None = None, **options: Unpack[DecodeOptions]
@@ -284,13 +292,9 @@ class AsyncSession(SessionState):
             for id, name in zip_longest(result.sessions, names or ())
         ]
 
-    async def sync(
-        self, *, on_update: OnUpdate | None = None, timeout_s: float | None = None, **inputs: Unpack[Inputs]
-    ) -> LengthResult:
+    async def sync(self, *, timeout_s: float | None = None, **inputs: Unpack[Inputs]) -> LengthResult:
         """As `Session.sync`."""
-        return await self._call(
-            Sync(session=self.id, **inputs_of(inputs)), LengthResult, timeout_s, on_update
-        )
+        return await self._call(Sync(session=self.id, **inputs_of(inputs)), LengthResult, timeout_s)
 
     async def tokens(self, start: int | None = None, to: int | None = None) -> TokensResult:
         """As `Session.tokens`."""
@@ -326,11 +330,11 @@ class AsyncSession(SessionState):
         request: Request,
         result_type: type[R],
         timeout_s: float | None = None,
-        on_update: OnUpdate | None = None,
+        on_progress: OnProgress | None = None,
     ) -> R:
         await self._settle()
         try:
-            result = await self._room.call(request, result_type, timeout_s=timeout_s, on_update=on_update)
+            result = await self._room.call(request, result_type, timeout_s=timeout_s, on_progress=on_progress)
         except StateroomError as error:
             self.note(error)
             raise

@@ -143,8 +143,11 @@ class Stream(StreamState[P, R]):
         Raises:
             StateroomError, ClientError: the request failed.
         """
-        while self._next() is not None:
-            pass
+        try:
+            while self._next() is not None:
+                pass
+        finally:
+            self.cancel()  # nothing, but when interrupted
         return self.result
 
     def cancel(self) -> None:
@@ -234,8 +237,11 @@ class AsyncStream(StreamState[P, R]):
 
     async def wait(self) -> R:
         """As `Stream.wait`."""
-        while await self._next() is not None:
-            pass
+        try:
+            while await self._next() is not None:
+                pass
+        finally:
+            self.cancel()
         return self.result
 
     def cancel(self) -> None:

@@ -66,7 +66,7 @@ def test_each_operation(client_peer: Peer) -> None:
     async def main(room: AsyncRoom) -> None:
         session = await room.open(tokens=[97, 98], name="one")
         updates: list[object] = []
-        await session.prefill(text="cdef", on_update=updates.append)
+        await session.prefill(text="cdef", on_progress=updates.append)
         assert updates == [Progress(done=2, total=4)]
         assert (await session.trim(to=3)).length == session.length == 3
         assert (await session.tokens(1)).text == "bc"
@@ -168,6 +168,12 @@ def test_a_cancelled_task_cancels_its_request(client_peer: Peer) -> None:
             await asyncio.wait_for(session.prefill(text="a"), 0.05)
         cancel = await seen(client_peer, "cancel")
         assert cancel.args == {"request": client_peer.asked("prefill")[0].id}
+        client_peer.on["decode"] = endless
+        stream = session.decode(9)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(stream.wait(), 0.05)
+        cancel = await seen(client_peer, "cancel", nth=2)
+        assert cancel.args == {"request": client_peer.asked("decode")[0].id}
         assert (await room.stats()).gauges
 
     run(client_peer, main)

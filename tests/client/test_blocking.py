@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -100,7 +101,7 @@ def test_a_handle_on_a_session_that_exists_by_name_or_id(client_room: Room) -> N
 def test_each_operation_of_a_session(client_room: Room, client_peer: Peer) -> None:
     session = client_room.open(tokens=[97, 98])
     seen: list[object] = []
-    grown = session.prefill(text="cdef", on_update=seen.append)
+    grown = session.prefill(text="cdef", on_progress=seen.append)
     assert (grown.length, session.length, session.receipt) == (6, 6, grown.receipt)
     assert seen == [Progress(done=2, total=4)]
     assert session.trim(to=4).length == session.length == 4
@@ -397,8 +398,21 @@ def test_an_interrupted_call_is_cancelled(client_room: Room, client_peer: Peer) 
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        session.prefill(text="b", on_update=interrupt)
+        session.prefill(text="b", on_progress=interrupt)
     assert client_peer.wait_for("cancel").args == {"request": client_peer.asked("prefill")[0].id}
+
+
+def test_an_interrupt_reaches_a_thread_that_waits_and_ends_its_request(
+    client_room: Room, endless_peer: Peer
+) -> None:
+    """Ctrl-C while nothing comes."""
+    stream = client_room.open(text="a").decode(9)
+    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        stream.wait()
+    endless_peer.wait_for("cancel")
+    stream.close()
+    assert stream.result.finish == "cancelled"
 
 
 # ---------------------------------------------------------------- the daemon comes and goes
