@@ -24,7 +24,9 @@ LINK_QUEUE_MESSAGES = 4_096  # to and from a worker; more than requests can be o
 LINGER_MS = 200  # unsent replies may delay the exit by this much
 BACKLOG = 512  # connections waiting to be accepted
 
-EVENTS, READABLE = int(zmq.EVENTS), int(zmq.POLLIN)  # as numbers: pyzmq takes its time over its enums
+# As numbers: pyzmq takes its time over its enums.
+EVENTS, READABLE, NOT_BLOCKING = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+NOT_LAST = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 _monitors = itertools.count()
 
@@ -123,7 +125,10 @@ class PublicSocket:
 
     def send(self, routing_id: bytes, frames: list[bytes]) -> Delivery:
         try:
-            self._socket.send_multipart([routing_id, *frames], zmq.NOBLOCK)
+            self._socket.send(routing_id, NOT_LAST)
+            for frame in frames[:-1]:
+                self._socket.send(frame, NOT_LAST)
+            self._socket.send(frames[-1], NOT_BLOCKING)
         except zmq.Again:
             return Delivery.FULL
         except zmq.ZMQError as error:
