@@ -179,7 +179,7 @@ def chat(
     model: Model = None,
     endpoint: Endpoint = None,
 ) -> None:
-    """Talks in a session that stays when you leave; /help lists what else it can do."""
+    """Talk in a session that stays when you leave; /help lists what else it can do."""
     interactive = sys.stdin.isatty()
     if interactive:
         with suppress(ImportError):

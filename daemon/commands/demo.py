@@ -10,7 +10,7 @@ from stateroom.daemon.commands.terminal import out
 
 
 def demo() -> None:
-    """Two programs share one daemon and one small model; about a minute, leaves nothing running."""
+    """Watch two programs share one daemon and one small model; under a minute, nothing stays running."""
     from stateroom.daemon.demo.run import run
 
     def interrupt(number: int, frame: FrameType | None) -> None:

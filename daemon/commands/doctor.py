@@ -16,7 +16,7 @@ NAME_WIDTH = 12
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Checks the installation and the daemon; the exit code is 1 when something is wrong."""
+    """Check the installation and the daemon; the exit code is 1 when something is wrong."""
     found = []
     for check in examine():
         found.append(check)

@@ -26,7 +26,7 @@ def generate(
     ] = False,
     endpoint: Endpoint = None,
 ) -> None:
-    """Answers one prompt and forgets it."""
+    """Answer one prompt, and forget it."""
     if prompt == "-":
         prompt = sys.stdin.read()
     sampling = Sampling(temperature=temperature, seed=seed)

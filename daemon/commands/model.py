@@ -12,13 +12,13 @@ from stateroom.daemon.commands.options import AsJson
 from stateroom.daemon.commands.terminal import err, out, size
 from stateroom.daemon.models import DEMO, InstalledModel, add_demo, list_installed, remove
 
-app = typer.Typer(help="Models installed on this machine.", no_args_is_help=True)
+app = typer.Typer(help="Add, list and remove the models installed here.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="The model's name.")]
 
 
 @app.command("add")
 def add_model(name: Annotated[str, typer.Argument(help="Only 'demo' so far.")]) -> None:
-    """Fetches a model, once. Others are served from where they are: `serve --model PATH`."""
+    """Fetch a model, once. Others are served from where they are: `serve --model PATH`."""
     if name != DEMO:
         raise typer.BadParameter(
             "only 'demo' is fetched; give `serve --model` a folder, a .gguf file or a Hugging Face id"
@@ -44,7 +44,7 @@ def fetch_demo() -> InstalledModel:
 
 @app.command("list")
 def list_models(as_json: AsJson = False) -> None:
-    """The installed models."""
+    """List the installed models."""
     models = list_installed()
     if as_json:
         told = [{"name": model.name, "path": str(model.path), "bytes": model.bytes} for model in models]
@@ -58,5 +58,5 @@ def list_models(as_json: AsJson = False) -> None:
 
 @app.command("remove")
 def remove_model(name: Name) -> None:
-    """Deletes an installed model."""
+    """Delete an installed model."""
     out.print(f"{size(remove(name))} freed.")

@@ -17,7 +17,7 @@ ID_SHOWN = 8  # characters of an id that the table has room for; --json has all 
 
 
 def ps(app: App = COMMANDS_APP, as_json: AsJson = False, endpoint: Endpoint = None) -> None:
-    """The sessions of one owner."""
+    """List the sessions of one owner."""
     with connect(endpoint, app=app) as room:
         sessions = room.list()
     if as_json:
@@ -51,7 +51,7 @@ def table(sessions: list[SessionInfo]) -> Table:
 
 
 def stats(as_json: AsJson = False, endpoint: Endpoint = None) -> None:
-    """Counters since the start, gauges of now, and the models."""
+    """Show counters since the start, gauges of now, and the models."""
     with connect(endpoint, app=COMMANDS_APP) as room:
         result = room.stats()
     if as_json:

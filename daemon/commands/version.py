@@ -10,5 +10,5 @@ from stateroom.client.limits import PROTOCOL_VERSION
 
 
 def version() -> None:
-    """The versions of the program and of the protocol it speaks."""
+    """Show the versions of the program and of the protocol it speaks."""
     typer.echo(f"stateroom {installed('stateroom')}, protocol {PROTOCOL_VERSION}")
