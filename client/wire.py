@@ -41,6 +41,8 @@ class DecodeError(ValueError):
         self.request_id = request_id
 
 
+# msgpack's packer begins with a buffer, by default of 256 KiB: fresh pages, which cost ten times the packing.
+BUFFER_BYTES = 2048
 _PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
 
 
@@ -120,7 +122,7 @@ def decode_map(frame: bytes | memoryview) -> dict[str, Any]:
 
 def encode_map(message: Mapping[str, Any]) -> bytes:
     """Packs a map of plain values into one frame."""
-    return typing.cast("bytes", msgpack.packb(message, use_bin_type=True))
+    return typing.cast("bytes", msgpack.packb(message, use_bin_type=True, buf_size=BUFFER_BYTES))
 
 
 @cache
