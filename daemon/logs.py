@@ -47,14 +47,6 @@ def write_line(line: str) -> None:
     sys.stderr.flush()
 
 
-def silent() -> FilteringBoundLogger:
-    """A logger that says nothing, for tests of the pure parts."""
-    logger: FilteringBoundLogger = structlog.wrap_logger(
-        structlog.ReturnLogger(), wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL + 1)
-    )
-    return logger
-
-
 class Rate:
     """Lets so many entries through in a second, and counts those it keeps back."""
 

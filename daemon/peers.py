@@ -45,7 +45,7 @@ class Peer:
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_MAX))
     outbox: deque[list[bytes]] = field(default_factory=deque)
     outbox_bytes: int = 0
-    gone: bool = False
+    gone: bool = False  # nothing is sent to it any more
 
     @property
     def full(self) -> bool:
@@ -85,9 +85,11 @@ class Peers:
     def of(self, routing_id: bytes, descriptor: int) -> tuple[Peer, bool]:
         """The connection a message came by, and whether it is a new one."""
         peer = self._peers.get(routing_id)
-        if peer is not None:
-            peer.descriptor = descriptor
+        if peer is not None and not peer.gone and peer.descriptor == descriptor:
             return peer, False
+        if peer is not None:  # a client that chose its routing id has connected anew
+            self._leaving.append(peer)
+            self.bury()
         peer = self._peers[routing_id] = Peer(routing_id, descriptor)
         return peer, True
 
@@ -100,7 +102,7 @@ class Peers:
             return True
         delivery = Delivery.FULL if peer.outbox else self._transmit(peer.routing_id, frames)
         if delivery is Delivery.GONE:
-            self.vanish(peer)
+            self._unreachable(peer)
         elif delivery is Delivery.FULL:
             if peer.full and not final:
                 return False
@@ -118,7 +120,7 @@ class Peers:
                 if delivery is Delivery.FULL:
                     break
                 if delivery is Delivery.GONE:
-                    self.vanish(peer)
+                    self._unreachable(peer)
                     break
                 peer.outbox_bytes -= sum(len(frame) for frame in peer.outbox.popleft())
             if not peer.outbox:
@@ -129,17 +131,21 @@ class Peers:
         self._leaving += [peer for peer in self._peers.values() if peer.descriptor == descriptor]
 
     def bury(self) -> None:
-        """What had come was read: those whose connection closed vanish."""
+        """What had come was read: those whose connection closed vanish. Call it after sending, too."""
         leaving, self._leaving = self._leaving, []
         for peer in leaving:
-            self.vanish(peer)
+            if self._peers.get(peer.routing_id) is peer:
+                del self._peers[peer.routing_id]
+                self._drop_outbox(peer)
+                self._on_gone(peer)
 
-    def vanish(self, peer: Peer) -> None:
-        if peer.gone:
-            return
+    def _unreachable(self, peer: Peer) -> None:
+        # Found out in the middle of a reply, when nobody expects requests to end: they do in `bury`.
+        self._leaving.append(peer)
+        self._drop_outbox(peer)
+
+    def _drop_outbox(self, peer: Peer) -> None:
         peer.gone = True
-        del self._peers[peer.routing_id]
-        self._waiting.discard(peer)
         peer.outbox.clear()
         peer.outbox_bytes = 0
-        self._on_gone(peer)
+        self._waiting.discard(peer)

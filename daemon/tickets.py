@@ -179,8 +179,11 @@ class Tickets:
         code: str = body.code if isinstance(body, ErrorBody) else "ok"
         if ticket.peer is None and ticket.id is not None:
             code = "gone"  # its client went away before the end
-        self._metrics.request(ticket.op, code)
-        self._count_tokens(body)
+        if ticket.id is None:
+            self._metrics.count(f"own.{ticket.op}.{code}")  # nobody asked for it
+        else:
+            self._metrics.request(ticket.op, code)
+            self._count_tokens(body)
         said = {
             "id": ticket.id,
             "op": ticket.op,

@@ -120,12 +120,13 @@ class Work:
                 field="model",
                 requests=open_now,
             )
-        if engine.state in (EngineState.STOPPED, EngineState.FAILED):
+        if engine.state not in (EngineState.STOPPED, EngineState.FAILED):
+            self._supervisor.unload(engine)
+        if engine.state is EngineState.STOPPING:
+            ticket.model = engine.id
+            self._waiting.setdefault(engine.id, deque()).append(ticket)
+        else:
             self._tickets.reply(ticket, ModelResult(model=engine.info))
-            return
-        ticket.model = engine.id
-        self._waiting.setdefault(engine.id, deque()).append(ticket)
-        self._supervisor.unload(engine)
 
     def _start(self, ticket: Ticket, session: Session) -> None:
         engine = self._supervisor.engine(session.model)

@@ -80,13 +80,28 @@ def test_a_client_that_is_gone_is_told_of_once_and_forgotten() -> None:
     wire.peers.send(peer, [b"0"], final=False)
     wire.gone.add(b"a")
     wire.peers.flush()
+    assert wire.vanished == []  # not in the middle of things
     wire.peers.lost(7)
+    wire.peers.bury()
     wire.peers.bury()
     assert wire.vanished == [peer]
     assert wire.peers.send(peer, [b"1"], final=True)
     assert wire.sent == []
     assert len(wire.peers) == 0
     assert wire.peers.of(b"a", 8)[1]  # another connection, though of the same name
+
+
+def test_a_client_that_chose_its_name_and_connects_anew_is_another_connection() -> None:
+    wire = Wire()
+    old, _ = wire.peers.of(b"chosen", 7)
+    old.app = "someone"
+    young, new = wire.peers.of(b"chosen", 8)
+    assert new
+    assert wire.vanished == [old]
+    assert young.app == "default"
+    wire.peers.lost(7)
+    wire.peers.bury()
+    assert wire.peers.of(b"chosen", 8) == (young, False)
 
 
 def test_a_descriptor_used_again_takes_only_its_own_connection_along() -> None:
