@@ -48,18 +48,20 @@ class Peer:
         self._command = [sys.executable, "-m", "benchmarks.peer_process", str(model)]
         self._process: subprocess.Popen[bytes]
 
-    def generate(self, prompt: list[int], max_tokens: int) -> Run:
-        """`mlx_lm.stream_generate`."""
-        answer = self.ask("generate", prompt=prompt, max_tokens=max_tokens)
+    def generate(self, prompt: list[int], max_tokens: int, switched: bool = False) -> Run:
+        """`mlx_lm.stream_generate`; `switched`: with BLAS threads as our engine sets them."""
+        answer = self.ask("generate", prompt=prompt, max_tokens=max_tokens, switched=switched)
         tokens, times = answer["tokens"], answer["times"]
         return Run(tokens, times[0], times[-1] - times[0], len(tokens) - 1)
 
-    def batch(self, prompts: list[list[int]], max_tokens: int, stagger: int) -> tuple[list[list[int]], float]:
+    def batch(
+        self, prompts: list[list[int]], max_tokens: int, stagger: int, switched: bool = False
+    ) -> tuple[list[list[int]], float]:
         """`mlx_lm.generate.BatchGenerator`: prompt i goes in once the first has `i * stagger` tokens.
 
         Returns the tokens of each, and the seconds from the first insert to the last token.
         """
-        answer = self.ask("batch", prompts=prompts, max_tokens=max_tokens, stagger=stagger)
+        answer = self.ask("batch", prompts=prompts, max_tokens=max_tokens, stagger=stagger, switched=switched)
         return answer["tokens"], answer["seconds"]
 
     def gap(self, tokens: list[int], theirs: int, ours: int) -> float:
@@ -70,8 +72,13 @@ class Peer:
         return cast("list[int]", self.ask("encode", text=text)["tokens"])
 
     def facts(self) -> dict[str, str]:
-        """Device, BLAS and threads of the process."""
-        return cast("dict[str, str]", self.ask("facts"))
+        """Device and BLAS of the process."""
+        facts = self.ask("facts")
+        return {"device": facts["device"], "blas": facts["blas"]}
+
+    def ways(self) -> tuple[bool, ...]:
+        """Values of `switched` that make a difference here, the fairer one first."""
+        return (True, False) if self.ask("facts")["switches"] else (False,)
 
     def ask(self, work: str, **arguments: Any) -> dict[str, Any]:
         """One piece of work of `peer_process.py`, and its answer."""

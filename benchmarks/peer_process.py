@@ -5,7 +5,6 @@ Takes one JSON object a line on stdin and answers with one a line on stdout; lea
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
@@ -17,10 +16,11 @@ from typing import Any
 import mlx.core as mx
 from benchmarks import step
 from mlx_lm import stream_generate
-from mlx_lm.generate import BatchGenerator, generation_stream
+from mlx_lm.generate import BatchGenerator, PromptProcessingBatch, generation_stream
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
+from stateroom.daemon.engine.blas_threads import BlasThreads
 from stateroom.daemon.engine.model import LoadedModel, load
 from stateroom.daemon.engine.text import Tokenizer
 
@@ -62,6 +62,41 @@ def tokenizer_of(path: Path, loaded: LoadedModel) -> Endless:
     return Endless(PlainTokenizer(loaded.tokenizer))
 
 
+class Threads:
+    """BLAS threads as they come, or switched between prefill and decode as our engine does it."""
+
+    def __init__(self) -> None:
+        self.blas = BlasThreads.find()
+        self.switched = False
+        plain = PromptProcessingBatch.prompt
+
+        def prompt(batch: PromptProcessingBatch, tokens: list[list[int]]) -> None:
+            if tokens:
+                mx.synchronize(generation_stream)  # a step may be in flight, and threads are switched at rest
+                self.prefill()
+            plain(batch, tokens)
+            self.decode()
+
+        PromptProcessingBatch.prompt = prompt
+
+    def begin(self, switched: bool) -> None:
+        self.switched = switched
+        self.prefill()
+
+    def prefill(self) -> None:
+        if self.blas is not None:
+            self.blas.many()
+
+    def decode(self) -> None:
+        if self.blas is not None and self.switched:
+            self.blas.few()
+
+    def progress(self, done: int, total: int) -> None:
+        """Of `stream_generate`: all but the last token is prefill."""
+        if done == total - 1:
+            self.decode()
+
+
 class Works:
     """What the process can be asked for."""
 
@@ -69,19 +104,24 @@ class Works:
         self.loaded = load(str(path))
         self.model = self.loaded.model
         self.tokenizer = tokenizer_of(path, self.loaded)
+        self.threads = Threads()
 
-    def generate(self, prompt: list[int], max_tokens: int) -> Answer:
+    def generate(self, prompt: list[int], max_tokens: int, switched: bool) -> Answer:
         tokens, times = [], []
+        self.threads.begin(switched)
         begin = time.perf_counter()
-        for response in stream_generate(self.model, self.tokenizer, prompt, max_tokens):
+        for response in stream_generate(
+            self.model, self.tokenizer, prompt, max_tokens, prompt_progress_callback=self.threads.progress
+        ):
             times.append(time.perf_counter() - begin)
             tokens.append(response.token)
         mx.synchronize(generation_stream)  # it has begun one step more than was asked for
         return {"tokens": tokens, "times": times}
 
-    def batch(self, prompts: list[list[int]], max_tokens: int, stagger: int) -> Answer:
+    def batch(self, prompts: list[list[int]], max_tokens: int, stagger: int, switched: bool) -> Answer:
         tokens: list[list[int]] = [[] for _ in prompts]
         sequence: dict[int, int] = {}
+        self.threads.begin(switched)
         begin = time.perf_counter()
         generator = BatchGenerator(self.model, max_tokens=max_tokens)
         while any(len(made) < max_tokens for made in tokens):
@@ -102,18 +142,16 @@ class Works:
         return {"tokens": self.loaded.tokenizer.encode(text, first=True)}
 
     def steps(self, prompt: int, steps: int, rounds: int) -> Answer:
+        self.threads.begin(switched=True)
+        self.threads.decode()
         return step.measure(self.loaded, prompt, steps, rounds)
 
     def facts(self) -> Answer:
-        threads = _openblas_threads()
-        found = {"device": str(self.loaded.facts["device"]), "blas": str(self.loaded.facts["blas"])}
-        return found if threads is None else found | {"blas threads": str(threads)}
-
-
-def _openblas_threads() -> int | None:
-    """How many threads a preloaded OpenBLAS uses."""
-    count = getattr(ctypes.CDLL(None), "openblas_get_num_threads", None)
-    return None if count is None else int(count())
+        return {
+            "device": str(self.loaded.facts["device"]),
+            "blas": str(self.loaded.facts["blas"]),
+            "switches": self.threads.blas is not None,
+        }
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 from functools import partial
 
-from benchmarks.measurement import Measurement, compare, together
+from benchmarks.measurement import Measurement, Tokens, compare, together
 from benchmarks.rig import DEMO, Rig, Sides
 
 ROUNDS = 2
@@ -22,23 +22,28 @@ def run(rig: Rig) -> list[Measurement]:
     tokens = 36 if rig.quick else TOKENS
     lengths = [n // 10 for n in LENGTHS] if rig.quick else list(LENGTHS)
     prompts = [sides.prompt(n, 97 * i) for i, n in enumerate(lengths)]
-    ours, peer, parts = [], [], []
-    for _ in range(rig.rounds(ROUNDS)):
+    ways = sides.peer.ways()
+    ours: list[float] = []
+    peer: dict[bool, list[float]] = {switched: [] for switched in ways}
+    parts: dict[bool, list[Tokens]] = {switched: [] for switched in ways}
+    for i in range(rig.rounds(ROUNDS)):
         mine, seconds = through_daemon(sides, prompts, tokens)
         ours.append(sum(map(len, mine)) / seconds)
-        theirs, seconds = sides.peer.batch(prompts, tokens, STAGGER)
-        peer.append(sum(map(len, theirs)) / seconds)
-        parts.append(compare(mine, theirs, partial(_gap, sides, prompts, mine, theirs)))
+        for switched in ways[: 1 if i else None]:  # as it comes once: it takes long, and has no goal
+            theirs, seconds = sides.peer.batch(prompts, tokens, STAGGER, switched)
+            peer[switched].append(sum(map(len, theirs)) / seconds)
+            parts[switched].append(compare(mine, theirs, partial(_gap, sides, prompts, mine, theirs)))
     return [
         Measurement(
             claim=f"8 sessions of {min(lengths)}–{max(lengths)} tokens, staggered, {sides.model.name}",
             unit="tokens/s",
-            ours=tuple(ours),
-            peer=tuple(peer),
-            peer_name="BatchGenerator",
-            least_ratio=LEAST,
-            tokens=together(parts),
+            ours=tuple(ours[: len(peer[switched])]),
+            peer=tuple(peer[switched]),
+            peer_name=f"BatchGenerator{', threads switched' if switched else ''}",
+            least_ratio=LEAST if switched is ways[0] else None,
+            tokens=together(parts[switched]),
         )
+        for switched in ways
     ]
 
 

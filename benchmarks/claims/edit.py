@@ -22,12 +22,16 @@ LEAST = 3.0
 def run(rig: Rig) -> list[Measurement]:
     sides = rig.sides(DEMO)
     buffer = sides.prompt(BUFFER)
+    switched = sides.peer.ways()[0]
     pairs, parts = [], []
     with sides.room.open(tokens=buffer) as session:
         for i in range(rig.rounds(ROUNDS)):
             edit = sides.prompt(EDITED, start=100 * (i + 1))
             edited = buffer[:KEPT] + edit + buffer[KEPT + EDITED :]
-            ours, theirs = _resident(session, edited), sides.peer.generate(edited, DRAWN)
+            ours, theirs = (
+                _resident(session, edited),
+                sides.peer.generate(edited, DRAWN, switched),
+            )
             pairs.append((ours, theirs))
             parts.append(agreement(sides, edited, ours, theirs))
     return [

@@ -16,10 +16,11 @@ def run(rig: Rig) -> list[Measurement]:
     sides = rig.sides(TOY)
     prompt = sides.prompt(PROMPT)
     tokens = 64 if rig.quick else TOKENS
+    switched = sides.peer.ways()[0]  # the same BLAS threads: what is added here is not arithmetic
     through_daemon(sides, prompt, tokens)
-    sides.peer.generate(prompt, tokens)
+    sides.peer.generate(prompt, tokens, switched)
     pairs = [
-        (through_daemon(sides, prompt, tokens), sides.peer.generate(prompt, tokens))
+        (through_daemon(sides, prompt, tokens), sides.peer.generate(prompt, tokens, switched))
         for _ in range(rig.rounds(ROUNDS))
     ]
     return [
