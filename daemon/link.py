@@ -56,6 +56,7 @@ class Adopt:
     rid: int
     session: str
     tokens: list[int]
+    background: bool = False
 
 
 @dataclass(frozen=True)

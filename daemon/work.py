@@ -159,7 +159,8 @@ class Work:
             adoption.model, adoption.generation = engine.id, engine.generation
             adoption.advance(RequestEvent.SEND)
             session.generation = engine.generation
-            engine.send(Adopt(adoption.rid, session.id, session.tokens.tolist()))
+            background = session.session_class == "background"
+            engine.send(Adopt(adoption.rid, session.id, session.tokens.tolist(), background))
         ticket.generation = session.generation = engine.generation
         ticket.advance(RequestEvent.SEND)
         children = [child.id for child in ticket.children]
@@ -420,6 +421,7 @@ class Work:
                 if isinstance(body, ForkResult):
                     child.tokens, child.kinds = session.tokens[:], session.kinds
                     child.generation, child.resident = session.generation, session.resident
+                    child.private_bytes = body.copied_bytes // len(ticket.children)
             events += self._born(ticket.children, refused)
         session.running = session.running_op = None
         if session.state is not SessionState.CLOSED and ticket.op != "open":

@@ -202,6 +202,7 @@ class Commands:
         session = self.engine.sessions.get(command.session)
         if session is None:
             session = self.engine.sessions[command.session] = Session(command.session)
+        session.background = command.background
         inputs.check_tokens(command.tokens, self.loaded.vocab)
         apply(session, Change(0, 0, command.tokens, None))
         self.engine.unchanged(command.rid, session)

@@ -82,11 +82,11 @@ class Bench:
         self.commands.take(Command(rid, request, session, children))
         return rid
 
-    def adopt(self, session: str, tokens: Sequence[int]) -> p.Body:
+    def adopt(self, session: str, tokens: Sequence[int], *, background: bool = False) -> p.Body:
         rid = next(self._rids)
         self.bodies[rid] = []
         self.journal[session] = list(tokens)
-        self.commands.take(Adopt(rid, session, list(tokens)))
+        self.commands.take(Adopt(rid, session, list(tokens), background))
         return self.finish(rid)
 
     def cancel(self, rid: int) -> None:

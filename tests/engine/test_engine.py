@@ -514,7 +514,8 @@ def test_adopted_session_is_computed_when_touched(bench: Bench) -> None:
     assert isinstance(body, p.DecodeResult)
     assert body.tokens == greedy(bench, PROMPT, 4)
     assert body.usage.prefilled == len(PROMPT)
-    bench.adopt("other", PROMPT)
+    bench.adopt("other", PROMPT, background=True)
+    assert bench.session("other").background
     synced = bench.call(p.Sync(session="other", tokens=[*PROMPT, 1]))
     assert isinstance(synced, p.LengthResult)
     assert (synced.receipt.reused, synced.receipt.prefilled) == (0, len(PROMPT) + 1)
