@@ -115,17 +115,15 @@ def trim(cache: Cache, n: int) -> None:
             raise RuntimeError(f"{type(cache).__name__} trimmed {trimmed} of {n}")
 
 
-def merge(plain: Sequence[Cache], lengths: Sequence[int], blank: Cache) -> Cache:
+def merge(plain: Sequence[Cache], blank: Cache) -> Cache:
     """One batched cache of two or more plain ones, in order. `blank` is an unused plain cache."""
     if type(blank) is CacheList:
-        parts = [merge([c[i] for c in plain], lengths, part) for i, part in enumerate(blank.caches)]
+        parts = [merge([c[i] for c in plain], part) for i, part in enumerate(blank.caches)]
         return CacheList(*parts)
     if type(blank) is ArraysCache:
         blank.cache = [_stacked(entry) for entry in zip(*(c.cache for c in plain), strict=True)]
         return blank
-    # mlx-lm's window can't merge a cache that was trimmed to nothing, but an unused one.
-    used = [cache if length else duplicate(blank) for cache, length in zip(plain, lengths, strict=True)]
-    return type(blank).merge(used)
+    return type(blank).merge(list(plain))
 
 
 def _stacked(entry: tuple[mx.array | None, ...]) -> mx.array | None:

@@ -152,7 +152,7 @@ class SessionCache:
             raise Mismatch("this model has layers that run one row at a time")
         full = PackedRows.merge_rows([source._full for source in used])
         plain = [source._plain_row(i) for source in used for i in range(source.rows)]
-        return cls(blueprint, full, _joined(blueprint, plain, full.layout.offset))
+        return cls(blueprint, full, _joined(blueprint, plain))
 
     def extract_row(self, row: int) -> SessionCache:
         """A session of its own with what `row` holds, and nothing more."""
@@ -167,7 +167,7 @@ class SessionCache:
         if list(keep) == list(range(self.rows)):
             return
         full = self._full.filtered(keep)
-        others = _joined(self._blueprint, [self._plain_row(i) for i in keep], full.layout.offset)
+        others = _joined(self._blueprint, [self._plain_row(i) for i in keep])
         self._full, self.layers = full, self._blueprint.layers(full, others)
 
     def fork(self) -> SessionCache:
@@ -212,13 +212,13 @@ class SessionCache:
             raise Broken("a forward failed half-way: recompute this session from its tokens")
 
 
-def _joined(blueprint: Blueprint, plain: list[list[Any]], lengths: Sequence[int]) -> list[Any]:
+def _joined(blueprint: Blueprint, plain: list[list[Any]]) -> list[Any]:
     """The layers that aren't ours for a group, from the plain caches of each of its rows."""
     blank = blueprint.blank_others()
     if not blank or not plain:
         return blank
     if len(plain) == 1:
         return plain[0]
-    joined = [foreign.merge([row[i] for row in plain], lengths, unused) for i, unused in enumerate(blank)]
+    joined = [foreign.merge([row[i] for row in plain], unused) for i, unused in enumerate(blank)]
     mx.eval([array for cache in joined for array in foreign.arrays(cache.state)])
     return joined

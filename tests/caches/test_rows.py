@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from stateroom.caches.errors import Mismatch
+from stateroom.caches.layers import FullLayer
 from stateroom.caches.rows import PackedRows
 
 # (heads, field width, dtype) of each plane: all different, some prime.
@@ -370,3 +371,20 @@ def test_twenty_thousand_steps_leave_no_graph_behind(tmp_path: object) -> None:
             settled = mx.get_active_memory() - rows.nbytes_capacity
     assert mx.get_active_memory() - rows.nbytes_capacity < settled + 100_000
     assert rows.layout.offset == (20_000, 20_000)
+
+
+def test_a_layer_shows_what_the_forward_has_written_to_it() -> None:
+    """Models whose last layers read an earlier layer's keys and values ask for them inside the forward."""
+    rows = filled([2, 3])
+    first, second = FullLayer(rows, 0), FullLayer(rows, 1)
+    new = noise(2, 2, seed=1)
+    rows.begin(2)
+    written = first.update_and_fetch(new[0], new[1])
+    for again, fetched in zip(first.keys_and_values(), written, strict=True):
+        assert again.shape[2] == 5
+        assert raw(again) == raw(fetched)
+    assert second.keys_and_values()[0].shape[2] == 3
+    rows.rollback()
+    assert first.keys_and_values()[0].shape[2] == 3
+    with pytest.raises(ValueError, match="nothing yet"):
+        FullLayer(PackedRows(1), 0).keys_and_values()

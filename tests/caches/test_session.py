@@ -184,10 +184,18 @@ def test_a_row_of_nan_stays_alone(architecture: str) -> None:
 def test_equal_lengths_decode_with_positions_of_their_own() -> None:
     """B01: two level rows and one token get an array of positions; a lone row gets a number."""
     model = model_of("llama")
+    seen = []
+
+    def spying(inputs: mx.array, cache: list[Any]) -> mx.array:
+        seen.append(cache[0].offset)
+        return model(inputs, cache=cache)
+
     group = grown(model, [6, 6], 0)
-    assert isinstance(group.layers[0].offset, mx.array)
-    assert group.layers[0].offset.tolist() == [6, 6]
-    assert group.extract_row(0).layers[0].offset == 6
+    group.forward(spying, mx.array([[1], [2]]))
+    group.extract_row(0).forward(spying, mx.array([[1]]))
+    assert isinstance(seen[0], mx.array)
+    assert (seen[0].tolist(), seen[1]) == ([6, 6], 7)
+    assert group.layers[0].offset.tolist() == [7, 7]
 
 
 def test_a_group_of_one_model_steps_like_its_rows_alone() -> None:
@@ -199,6 +207,23 @@ def test_a_group_of_one_model_steps_like_its_rows_alone() -> None:
         packed = np.array(group.forward(model, mx.array([[token], [token + 50]]))[:, -1])
         for i, session in enumerate(alone):
             assert_same(packed[i], np.array(session.forward(model, mx.array([[token + 50 * i]]))[0, -1]))
+
+
+@pytest.mark.parametrize("architecture", ["llama_windows", "gemma3_text", "gpt_oss"])
+def test_several_tokens_at_once_on_wrapped_windows(architecture: str) -> None:
+    """B07: mlx-lm hides a token of the shorter rows from such a block when the window has wrapped."""
+    model = model_of(architecture)
+    tokens = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3]]
+    sessions = [SessionCache.create(model) for _ in tokens]
+    for session, row in zip(sessions, tokens, strict=True):
+        session.forward(model, mx.array([row]))
+    group = SessionCache.merge_rows(sessions)
+    for n in (1, 1, 2, 3, 1, 4, 1, 2):
+        new = np.random.default_rng(len(tokens[0])).integers(0, VOCAB, (3, n))
+        logits = np.array(group.forward(model, mx.array(new)))
+        for i, row in enumerate(tokens):
+            row.extend(map(int, new[i]))
+            assert_same(logits[i, -1], fresh_logits(model, row))
 
 
 def machine(name: str) -> Any:
