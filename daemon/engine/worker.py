@@ -8,6 +8,7 @@ stdin: the broker holds the other end, so end of file means that the broker is g
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -110,7 +111,8 @@ def watch_parent(gone: Callable[[], None]) -> None:
 
 def orphaned() -> None:
     """The broker is gone: nothing can be answered, and the memory is wanted back."""
-    log.warning("broker_gone", exit_in_s=ORPHAN_EXIT_S)
+    with contextlib.suppress(OSError):  # the log went through the broker
+        log.warning("broker_gone", exit_in_s=ORPHAN_EXIT_S)
     time.sleep(ORPHAN_EXIT_S)
     os._exit(0)
 
