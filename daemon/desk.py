@@ -6,6 +6,7 @@ engine.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from structlog.typing import FilteringBoundLogger
@@ -253,7 +254,9 @@ class Desk:
         return StatsResult(counters=self._metrics.counters(), gauges=gauges, models=models)
 
 
+@cache
 def _version() -> str:
+    # Read once: it lies in files, and an upgrade doesn't change what runs.
     try:
         return version("stateroom")
     except PackageNotFoundError:
