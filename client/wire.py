@@ -12,7 +12,15 @@ from typing import Annotated, Any, TypeVar
 import msgpack
 
 from stateroom.client.errors import Invalid
-from stateroom.client.limits import DEPTH_MAX, MESSAGE_BYTES_MAX, PROTOCOL_VERSION, UINT64_MAX
+from stateroom.client.limits import (
+    CONTAINER_PARTS,
+    DEPTH_MAX,
+    MESSAGE_BYTES_MAX,
+    PROTOCOL_VERSION,
+    REQUEST_NAMES_MAX,
+    REQUEST_PARTS_MAX,
+    UINT64_MAX,
+)
 from stateroom.client.protocol import (
     KV,
     OPERATIONS,
@@ -68,12 +76,13 @@ def _flaw(value: Any) -> str | None:
                     return "Map keys must be strings."
                 if "\0duplicate" in item:
                     return "A map holds the same key twice."
-                inner.extend(item.values())
+                inner.extend(part for part in item.values() if type(part) not in _PLAIN)
             elif type(item) is list:
-                inner.extend(item)
-            elif item is not None and type(item) not in (int, str, float, bool, bytes):
+                if not _PLAIN.issuperset(map(type, item)):  # most lists are long and plain
+                    inner.extend(part for part in item if type(part) not in _PLAIN)
+            elif type(item) not in _PLAIN:
                 return "Extension types are not part of the protocol."
-        layer = [item for item in inner if type(item) not in (int, str, float, bool)]
+        layer = inner
         if not layer:
             return None
     return f"The message is nested more than {DEPTH_MAX} levels deep."
@@ -83,14 +92,70 @@ def _uint(value: Any) -> int | None:
     return value if type(value) is int and 0 <= value <= UINT64_MAX else None
 
 
-def decode_map(frame: bytes | memoryview) -> dict[str, Any]:
+class _TooMany(ValueError):
+    """More parts than a request may have."""
+
+
+class _Parts:
+    """Counts what is unpacked: parts of a byte each could take the reader's time and memory."""
+
+    def __init__(self, most: int) -> None:
+        self.left = most
+
+    def _take(self, count: int) -> None:
+        self.left -= count + CONTAINER_PARTS
+        if self.left < 0:
+            raise _TooMany
+
+    def items(self, items: list[Any]) -> list[Any]:
+        self._take(len(items))
+        return items
+
+    def pairs(self, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        self._take(len(pairs))
+        return _pairs(pairs)
+
+
+def _skim_id(frame: bytes | memoryview) -> int | None:
+    """The id of a message too large to unpack, passing over everything else."""
+    unpacker = msgpack.Unpacker(max_buffer_size=len(frame), strict_map_key=False)
+    unpacker.feed(frame)
+    try:
+        for _ in range(min(unpacker.read_map_header(), REQUEST_NAMES_MAX)):
+            if unpacker.unpack() == "id":
+                return _uint(unpacker.unpack())
+            unpacker.skip()
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException):
+        pass
+    return None
+
+
+def decode_request(frame: bytes | memoryview) -> dict[str, Any]:
+    """As `decode_map`, for what anyone may send: unpacking ends at more parts than any request has.
+
+    Raises:
+        DecodeError: as `decode_map`; or more than `REQUEST_PARTS_MAX` parts or `REQUEST_NAMES_MAX` names.
+    """
+    return decode_map(frame, REQUEST_PARTS_MAX, REQUEST_NAMES_MAX)
+
+
+def decode_map(
+    frame: bytes | memoryview, parts_max: int = MESSAGE_BYTES_MAX, names_max: int = MESSAGE_BYTES_MAX
+) -> dict[str, Any]:
     """Unpacks one frame into a map of plain values.
+
+    Args:
+        parts_max: items of all its lists and maps together.
+        names_max: entries of one map.
 
     Raises:
         DecodeError: not msgpack, not a map, trailing bytes, an extension type, a key that isn't a
-            string, a repeated key, or nested too deep. Nothing is allocated beyond the frame's own size.
+            string, a repeated key, nested too deep, or too many parts. Nothing is allocated beyond the
+            frame's own size.
     """
     size = len(frame)
+    limited = parts_max < size or names_max < size
+    parts = _Parts(parts_max)
     if size > MESSAGE_BYTES_MAX:
         raise DecodeError(f"A message may have {MESSAGE_BYTES_MAX} bytes at most; this one has {size}.")
     try:
@@ -100,15 +165,18 @@ def decode_map(frame: bytes | memoryview) -> dict[str, Any]:
             strict_map_key=False,
             timestamp=0,
             ext_hook=lambda code, data: _NotAllowed(),
-            object_pairs_hook=_pairs,
+            list_hook=parts.items if limited else None,
+            object_pairs_hook=parts.pairs if limited else _pairs,
             max_str_len=size,
             max_bin_len=size,
-            max_array_len=size,
-            max_map_len=size,
+            max_array_len=min(size, parts_max),
+            max_map_len=min(size, names_max),
             max_ext_len=size,
         )
     except (ValueError, TypeError, RecursionError, OverflowError, MemoryError) as error:
         # msgpack raises the ValueError family, TypeError for unhashable keys, and its own stack error.
+        if isinstance(error, _TooMany) or (limited and "exceeds max_" in str(error)):
+            raise DecodeError("The message has more parts than any request has.", _skim_id(frame)) from None
         raise DecodeError(f"The frame is not one msgpack value: {type(error).__name__}.") from error
     except msgpack.exceptions.UnpackException as error:
         raise DecodeError(f"The frame is not one msgpack value: {type(error).__name__}.") from error

@@ -28,7 +28,7 @@ from pydantic import (
 from stateroom.client.errors import Invalid, Malformed, StateroomError, UnknownOperation, WrongVersion
 from stateroom.client.limits import SUPPORTED_VERSIONS, TEXT_BYTES_MAX, UINT64_MAX, Pattern, Range, Size
 from stateroom.client.protocol import LATER_OPERATIONS, OPERATIONS, InputRequest, Request
-from stateroom.client.wire import DecodeError, decode_map, field_types, wire_names
+from stateroom.client.wire import DecodeError, decode_request, field_types, wire_names
 
 ENVELOPE = ("v", "id", "op")
 SHOWN_MAX = 64  # characters of a caller's own word that an error repeats
@@ -153,7 +153,7 @@ def _texts_fit(request: Request) -> tuple[str, str] | None:
 def read_id(frame: bytes) -> int | None:
     """The request id of a frame that may be anything, if it can be read."""
     try:
-        value = decode_map(frame).get("id")
+        value = decode_request(frame).get("id")
     except DecodeError as error:
         return error.request_id
     return value if type(value) is int and 0 <= value <= UINT64_MAX else None
@@ -192,7 +192,7 @@ def parse(frame: bytes) -> Parsed:
             request's id where it could be read.
     """
     try:
-        wire = decode_map(frame)
+        wire = decode_request(frame)
     except DecodeError as error:
         raise Refused(Malformed(str(error)), error.request_id) from None
     version, request_id, op = (wire.pop(name, None) for name in ENVELOPE)

@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stateroom.client.limits import LOGIT_BIAS_MAX, MESSAGES_MAX, TEXT_BYTES_MAX
+from stateroom.client.limits import (
+    LOGIT_BIAS_MAX,
+    MESSAGE_BYTES_MAX,
+    MESSAGES_MAX,
+    REQUEST_NAMES_MAX,
+    TEXT_BYTES_MAX,
+    TOKENS_PER_REQUEST_MAX,
+)
 from stateroom.client.protocol import (
     ERROR_CODES,
     LATER_OPERATIONS,
@@ -222,12 +229,39 @@ def test_a_hundred_thousand_tokens_are_quick() -> None:
 
 def test_a_flood_of_wrong_names_or_items_is_cut_short() -> None:
     """B71: an error for each of them would take the daemon's memory and time."""
+    several = {f"x{i}": i for i in range(REQUEST_NAMES_MAX - 3)}
     for raw in (
-        frame(op="open", **{f"x{i}": i for i in range(200_000)}),
-        frame(op="decode", session="s", max_tokens=1, sampling={f"x{i}": i for i in range(200_000)}),
+        frame(op="open", **several),
+        frame(op="decode", session="s", max_tokens=1, sampling=several),
         frame(op="open", tokens=["x"] * 200_000),
     ):
+        assert refusal(raw)[:2] == (3, "invalid")
         assert _timed(raw) < 0.5
+
+
+@pytest.mark.parametrize("part", [b"\x01", b"\xc0", b"\x90", b"\x80", b"\x91\x90", b"\xa0"])
+def test_the_largest_frame_of_the_smallest_parts_costs_little(part: bytes) -> None:
+    """B71: sixteen million parts would take seconds and gigabytes; the id is found all the same."""
+    head = b"\x84\xa1v\x01\xa6tokens\xdd"
+    many = (MESSAGE_BYTES_MAX - 100) // len(part)
+    raw = head + many.to_bytes(4, "big") + part * many + b"\xa2id\x07\xa2op\xa4open"
+    assert refusal(raw)[:2] == (7, "malformed")
+    assert _timed(raw) < 1.0
+    pieces = b"\xdd" + (10**6).to_bytes(4, "big") + b"\x01" * 10**6
+    nested = b"\x84\xa1v\x01\xa2id\x07\xa2op\xa4open\xa6tokens\x9f" + pieces * 15
+    assert refusal(nested)[:2] == (7, "malformed")
+    assert _timed(nested) < 1.0
+
+
+def test_the_largest_requests_pass() -> None:
+    """B71: the limits are above the largest legal message."""
+    raw = frame(op="prefill", session="s", tokens=[2**31 - 1] * TOKENS_PER_REQUEST_MAX)
+    assert isinstance(parse(raw).request, Prefill)
+    raw = frame(op="open", messages=[{"role": "user", "content": "x"}] * MESSAGES_MAX)
+    assert isinstance(parse(raw).request, Open)
+    raw = frame(**DECODE, sampling={"logit_bias": [[1, 0.5]] * LOGIT_BIAS_MAX}, stop=["x"] * 16)
+    assert isinstance(parse(raw).request, Decode)
+    assert refusal(frame(op="open", tokens=[1] * (TOKENS_PER_REQUEST_MAX + 1))) == (3, "invalid", "tokens")
 
 
 def _timed(raw: bytes) -> float:
