@@ -4,6 +4,7 @@
 supervisor. Its main thread owns mlx, the engine and the socket; between two turns of the engine's loop
 it takes what the broker sent, and when nothing runs it sleeps in `poll`. A second thread only watches
 stdin: the broker holds the other end, so end of file means that the broker is gone, however it went.
+What brings in mlx is therefore imported in `main`: that takes seconds, and the broker is watched by then.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import structlog
 import typer
@@ -23,9 +24,6 @@ import zmq
 from stateroom.client.limits import MESSAGE_BYTES_MAX
 from stateroom.client.protocol import ModelInfo
 from stateroom.daemon.engine.blas_threads import BlasThreads
-from stateroom.daemon.engine.commands import Commands
-from stateroom.daemon.engine.engine import Engine
-from stateroom.daemon.engine.model import LoadedModel, ModelError, load
 from stateroom.daemon.link import (
     Answer,
     Failed,
@@ -38,8 +36,13 @@ from stateroom.daemon.link import (
 )
 from stateroom.daemon.scheduler import Pace
 
+if TYPE_CHECKING:
+    from stateroom.daemon.engine.commands import Commands
+    from stateroom.daemon.engine.engine import Engine
+    from stateroom.daemon.engine.model import LoadedModel
+
 PULSE_S = 1.0  # between two proofs of life
-ORPHAN_EXIT_S = 1.5  # after the broker's end, for the step in flight; then the process goes
+ORPHAN_EXIT_S = 1.0  # after the broker's end, for the step in flight; then the process goes
 COMMANDS_PER_TURN = 256  # taken between two turns, so that a flood can't starve the streams
 STOP_TURNS_S = 3.0  # for ending open requests when told to stop
 EVENTS, READABLE = int(zmq.EVENTS), int(zmq.POLLIN)  # as numbers: pyzmq takes its time over its enums
@@ -51,10 +54,10 @@ log = structlog.get_logger("engine")
 class Worker:
     """Moves messages between the socket and the engine."""
 
-    def __init__(self, socket: zmq.Socket[bytes], engine: Engine) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], commands: Commands) -> None:
         self.socket = socket
-        self.engine = engine
-        self.commands = Commands(engine)
+        self.commands = commands
+        self.engine = commands.engine
         self.stopping = False
         self._pulse_due = 0.0
 
@@ -139,6 +142,8 @@ def configure_log(style: str, level: str) -> None:
 
 
 def make_engine(loaded: LoadedModel, emit: Callable[[Answer], None], kv_budget: int | None) -> Engine:
+    from stateroom.daemon.engine.engine import Engine
+
     on_gpu = str(loaded.facts.get("device", "cpu")).startswith("gpu")
     return Engine(
         loaded,
@@ -162,6 +167,9 @@ def main(
     """Loads the model, says so, and serves the broker until told to stop."""
     configure_log(log_style, log_level)
     watch_parent(orphaned)
+    from stateroom.daemon.engine.commands import Commands
+    from stateroom.daemon.engine.model import ModelError, load
+
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 500)
@@ -179,7 +187,7 @@ def main(
     info = ModelInfo(id=model_id, loaded=True, context=loaded.context, vocab=loaded.vocab, kinds=engine.kinds)
     log.info("ready", model=model_id, **loaded.facts)
     send(socket, Ready(info, {**loaded.facts, "bytes_per_token": engine.bytes_per_token}))
-    Worker(socket, engine).run()
+    Worker(socket, Commands(engine)).run()
     socket.close()
     context.term()
 

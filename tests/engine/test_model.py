@@ -309,11 +309,11 @@ def run(code: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_importing_the_worker_leaves_the_limits_of_open_files() -> None:
+def test_importing_what_brings_in_mlx_lm_leaves_the_limits_of_open_files() -> None:
     """mlx-lm sets them to 2048 and 4096 when it is imported."""
     out = run(
         "import resource as r; before = r.getrlimit(r.RLIMIT_NOFILE)\n"
-        "import stateroom.daemon.engine.worker\n"
+        "import stateroom.daemon.engine.model\n"
         "print(before == r.getrlimit(r.RLIMIT_NOFILE), r.setrlimit.__module__)"
     )
     assert out.split() == ["True", "resource"]
