@@ -1,0 +1,142 @@
+"""Several clients open, fork, decode, trim, sync and close for a while: nothing grows."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+
+import pytest
+from tests.conftest import RunningDaemon
+from tests.system.conftest import ConnectTo, Tell
+from tests.system.footprint import Footprint, broker_and_worker, mib
+
+from stateroom.client import Room, Session
+
+pytestmark = pytest.mark.system
+
+SOAK_S = 40.0
+WARM_S = 16.0  # until caches, pools and buffers have their size
+CLIENTS = 4
+SEED = 51
+SESSIONS_MAX = 6  # of one client
+BROKER_BYTES_MAX = 4 * 2**20  # by which it may grow after it is warm
+WORKER_BYTES_MAX = 24 * 2**20
+LOOPS_MIN = 40  # of each client
+
+
+@dataclass
+class Churn:
+    """One client at work. What the daemon refuses is a failure: nothing here asks for too much."""
+
+    room: Room
+    draw: random.Random
+    until: float
+    loops: int = 0
+    errors: list[BaseException] = field(default_factory=list)
+
+    def run(self) -> None:
+        try:
+            sessions: list[Session] = []
+            while time.monotonic() < self.until:
+                self.turn(sessions)
+                self.loops += 1
+            for session in sessions:
+                session.close()
+        except BaseException as error:
+            self.errors.append(error)
+
+    def some(self, most: int) -> list[int]:
+        return [self.draw.randrange(256) for _ in range(self.draw.randint(1, most))]
+
+    def turn(self, sessions: list[Session]) -> None:
+        if not sessions or (len(sessions) < SESSIONS_MAX and self.draw.random() < 0.3):
+            sessions.append(self.room.open(tokens=self.some(200)))
+        session = self.draw.choice(sessions)
+        what = self.draw.randrange(8)
+        if what == 0:
+            session.prefill(tokens=self.some(150))
+        elif what == 1 and len(sessions) < SESSIONS_MAX:
+            sessions.extend(session.fork(2))
+        elif what == 2:
+            session.trim(to=self.draw.randint(1, session.length))
+        elif what == 3:
+            session.sync(tokens=[*session.tokens(0, min(3, session.length)).tokens, *self.some(80)])
+        elif what == 4:
+            session.score(tokens=self.some(20))
+        elif what == 5:
+            for _ in session.decode(500, ignore_eos=True):
+                if self.draw.random() < 0.1:
+                    break  # which cancels
+        else:
+            hot = {"temperature": 1.0, "seed": self.draw.randrange(2**32)}
+            session.decode(
+                self.draw.randint(1, 30), ignore_eos=True, logprobs=self.draw.choice([None, 3]), **hot
+            ).wait()  # type: ignore[arg-type]
+        if session.length > 800 or self.draw.random() < 0.15:
+            session.close()
+            sessions.remove(session)
+
+
+def test_churn_leaves_nothing_behind(tiny_daemon: RunningDaemon, connect_to: ConnectTo, tell: Tell) -> None:
+    """B50, B51, B59: memory, descriptors and threads of broker and worker are flat; no session is left."""
+    watcher = connect_to(tiny_daemon, "watcher")
+    began = time.monotonic()
+    clients = [
+        Churn(connect_to(tiny_daemon, f"churn-{i}"), random.Random(SEED + i), began + SOAK_S)
+        for i in range(CLIENTS)
+    ]
+    threads = [threading.Thread(target=client.run, daemon=True) for client in clients]
+    for thread in threads:
+        thread.start()
+    seen: list[tuple[Footprint, Footprint]] = []
+    while any(thread.is_alive() for thread in threads):
+        time.sleep(1.0)
+        seen.append(broker_and_worker(tiny_daemon))
+        assert time.monotonic() - began < SOAK_S + 20, "a client hangs"
+    errors = [error for client in clients for error in client.errors]
+    assert not errors, errors
+    loops = [client.loops for client in clients]
+    assert min(loops) >= LOOPS_MIN, f"hardly anything happened: {loops}"
+    gauges = watcher.stats().gauges
+    assert (gauges["sessions"], gauges["running"], gauges["queued"], gauges["tokens"]) == (0, 0, 0, 0)
+    warm = int(len(seen) * WARM_S / SOAK_S)
+    for name, i, bound in (("broker", 0, BROKER_BYTES_MAX), ("worker", 1, WORKER_BYTES_MAX)):
+        flat([one[i] for one in seen], warm, name, bound, tell)
+    drawn = watcher.stats().counters["tokens_decoded"]
+    tell(f"{sum(loops)} operations by {CLIENTS} clients, {drawn} tokens decoded")
+
+
+def flat(seen: list[Footprint], warm: int, name: str, bound: int, tell: Tell) -> None:
+    """The last third is compared with the third before it, each by its highest: peaks are no growth."""
+    middle = (warm + len(seen)) // 2
+    before, after = seen[warm:middle], seen[middle:]
+    grown = max(one.rss_bytes for one in after) - max(one.rss_bytes for one in before)
+    rss = max(one.rss_bytes for one in after) / 2**20
+    tell(f"{name}: {rss:.0f} MiB, grown {mib(grown)}, {after[-1].files} files, {after[-1].threads} threads")
+    assert grown < bound
+    assert max(one.files for one in after) <= max(one.files for one in before)
+    assert max(one.threads for one in after) <= max(one.threads for one in before)
+
+
+def test_streams_without_end_cost_no_memory(
+    tiny_daemon: RunningDaemon, connect_to: ConnectTo, tell: Tell
+) -> None:
+    """B50: thousands of steps of two rows; bookkeeping that is never evaluated would grow the graph."""
+    room = connect_to(tiny_daemon, "long")
+    sessions = [room.open(text=text) for text in ("one", "another one, longer")]
+    streams = [session.decode(4_000, ignore_eos=True, stream=False) for session in sessions]
+    began = time.monotonic()
+    seen = []
+    while room.stats().gauges["running"]:
+        seen.append(broker_and_worker(tiny_daemon)[1])
+        time.sleep(0.25)
+        assert time.monotonic() - began < 60
+    assert [len(stream.wait().tokens) for stream in streams] == [4_000, 4_000]
+    quarter = len(seen) // 4
+    grown = max(one.rss_bytes for one in seen) - max(one.rss_bytes for one in seen[: quarter + 1])
+    tell(f"8,000 tokens in {time.monotonic() - began:.1f} s; the worker has grown {mib(grown)}")
+    assert grown < WORKER_BYTES_MAX
+    for session in sessions:
+        session.close()
