@@ -51,6 +51,10 @@ class Session:
     def length(self) -> int:
         return len(self.tokens)
 
+    @property
+    def tier(self) -> str:
+        return "resident" if self.resident else "tokens"
+
     def advance(self, event: SessionEvent) -> None:
         self.state = after(SESSIONS, self.state, event)
 
@@ -176,7 +180,7 @@ class Catalog:
             session_class=session.session_class,
             length=session.length,
             state=_SHOWN_AS[session.state],
-            tier="resident" if session.resident else "tokens",
+            tier=session.tier,
             kinds=session.kinds,
             private_bytes=session.private_bytes,
             shared_bytes=session.shared_bytes,

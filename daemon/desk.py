@@ -6,6 +6,7 @@ engine.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -41,6 +42,7 @@ from stateroom.client.protocol import (
     Prefill,
     Request,
     ServerLimits,
+    SessionInfo,
     SessionRequest,
     Stats,
     StatsResult,
@@ -48,7 +50,7 @@ from stateroom.client.protocol import (
     Unload,
     Watch,
 )
-from stateroom.daemon.catalog import Catalog
+from stateroom.daemon.catalog import Catalog, Session
 from stateroom.daemon.lifecycle import RequestEvent, RequestState
 from stateroom.daemon.logs import incident
 from stateroom.daemon.metrics import Metrics
@@ -157,7 +159,7 @@ class Desk:
         if isinstance(request, Hello):
             self._hello(ticket, peer, request)
         elif isinstance(request, List):
-            sessions = [self._catalog.info(session) for session in self._catalog.owned(peer.app)]
+            sessions = [self._info(session) for session in self._catalog.owned(peer.app)]
             self._tickets.reply(ticket, ListResult(sessions=sessions))
         elif isinstance(request, Stats):
             self._tickets.reply(ticket, self.stats())
@@ -176,11 +178,18 @@ class Desk:
             session = self._catalog.find(peer.app, request.session)
             if isinstance(request, Info):
                 ticket.session = session
-                self._tickets.reply(ticket, InfoResult(info=self._catalog.info(session)))
+                self._tickets.reply(ticket, InfoResult(info=self._info(session)))
             else:
                 self._work.run(ticket, session)
         else:
             raise AssertionError(f"{request.op} is in OPERATIONS and has no place here")
+
+    def _info(self, session: Session) -> SessionInfo:
+        info = self._catalog.info(session)
+        running = self._tickets.get(session.running)
+        if running is not None and running.state is RequestState.HELD:
+            return replace(info, state="queued")
+        return info
 
     def _hello(self, ticket: Ticket, peer: Peer, request: Hello) -> None:
         if request.app is not None:

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import stat
+import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import TextIO
 from stateroom.daemon.exits import FORBIDDEN, RUNNING, Leave
 
 LOCK_NAME = "stateroom.lock"
+TRIES = 5
+TRY_S = 0.02
 ENGINE_SOCKETS = "engine-*.sock"
 
 
@@ -63,11 +66,9 @@ class Lock:
         """
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         file = os.fdopen(descriptor, "r+", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not _exclusive(file):
             file.close()
-            raise Leave(RUNNING, f"A daemon is running already{_described(holder(self.path))}.") from None
+            raise Leave(RUNNING, f"A daemon is running already{_described(holder(self.path))}.")
         since = datetime.now(UTC).isoformat(timespec="seconds")
         file.truncate(0)
         json.dump(asdict(Holder(os.getpid(), endpoint, since)), file)
@@ -80,6 +81,18 @@ class Lock:
             self._file.truncate(0)
             self._file.close()
             self._file = None
+
+
+def _exclusive(file: TextIO) -> bool:
+    """Takes the lock; tried again a few times, since `holder` takes it for a moment to look."""
+    for _ in range(TRIES):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(TRY_S)
+        else:
+            return True
+    return False
 
 
 def holder(path: Path) -> Holder | None:

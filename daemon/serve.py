@@ -18,6 +18,7 @@ from stateroom.daemon.config import Config
 from stateroom.daemon.exits import CONFIG, OK, Leave
 from stateroom.daemon.lock import LOCK_NAME, Lock, clear_engine_sockets, clear_socket, make_private
 from stateroom.daemon.logs import make_log
+from stateroom.daemon.shelf import Shelf
 
 FILES_WANTED = 8_192  # open files: one a client, a few a worker; launchd gives 256
 UMASK = 0o077  # sockets and files are ours alone
@@ -76,6 +77,8 @@ async def _run(config: Config, log: FilteringBoundLogger) -> int:
     blas = find_blas()
     if blas.hint:
         log.warning("slow linear algebra", hint=blas.hint)
+    if not Shelf(config.models, config.models_dir).all():
+        log.warning("no models", hint="Install one with `stateroom model add demo`, or give `serve` one.")
     broker = Broker(config, log, blas)
     path = ipc_path(config.endpoint)
     try:

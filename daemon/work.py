@@ -36,7 +36,7 @@ from stateroom.client.protocol import (
 from stateroom.client.protocol import Close as CloseRequest
 from stateroom.daemon.catalog import NO_ENGINE, Catalog, Session
 from stateroom.daemon.lifecycle import EngineState, RequestEvent, RequestState, SessionEvent, SessionState
-from stateroom.daemon.link import Adopt, Answer, CancelCommand, Command
+from stateroom.daemon.link import Adopt, Answer, CancelCommand, Command, Journal
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer
 from stateroom.daemon.supervisor import Engine, Supervisor
@@ -343,7 +343,7 @@ class Work:
         if change is not None:
             session = self._catalog.get(change.session)
             if session is not None and session.generation == engine.generation:
-                session.journal(change)
+                self._journal(session, change)
         ticket = self._tickets.get(answer.rid)
         if ticket is None or ticket.generation != engine.generation:
             self._log.warning("answer to no request", model=engine.id, rid=answer.rid)
@@ -352,16 +352,26 @@ class Work:
         else:
             self._tickets.reply(ticket, answer.body)
 
+    def _journal(self, session: Session, change: Journal) -> None:
+        resident = session.resident
+        session.journal(change)
+        if session.resident is not resident and session.state is not SessionState.OPENING:
+            details = {"tier": session.tier}
+            event = Event(event="session_moved", session=session.id, model=session.model, details=details)
+            self._watchers.publish(event, session.owner)
+
     def on_down(self, engine: Engine, generation: int, reason: str) -> None:
         """A worker process is no more; `reason` in words."""
-        for session in self._catalog:
-            if session.generation == generation:
-                session.forget_engine()
+        moved = [session for session in self._catalog if session.generation == generation]
+        for session in moved:
+            session.forget_engine()
         for ticket in self._tickets:
             if ticket.generation == generation and ticket.state in WITH_ENGINE:
                 self._ended(ticket, _lost(ticket, reason))
-        if not engine.stopping:
-            self._watchers.publish(Event(event="engine_lost", model=engine.id, details={"reason": reason}))
+        # One event for all its sessions, which hold tokens only now: one for each could flood a watcher.
+        details = {"reason": reason, "sessions": len(moved)}
+        event = "engine_stopped" if engine.stopping else "engine_lost"
+        self._watchers.publish(Event(event=event, model=engine.id, details=details))
         for ticket in self._take_waiting(engine, only="unload"):
             self._tickets.reply(ticket, ModelResult(model=engine.info))
         if self._waiting.get(engine.id):

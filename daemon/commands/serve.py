@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from stateroom.client.errors import BadEndpoint
 from stateroom.client.paths import check_endpoint, default_endpoint, ipc_path, runtime_dir
 from stateroom.daemon.config import Config, model_specs, parse_bytes
 from stateroom.daemon.exits import CONFIG, Leave
@@ -40,8 +41,11 @@ def serve(
     """Run the daemon in the foreground, until Ctrl-C or `stateroom stop`."""
     from stateroom.daemon.serve import serve as run
 
-    where = endpoint or default_endpoint()
-    check_endpoint(where)
+    try:
+        where = endpoint or default_endpoint()
+        check_endpoint(where)
+    except BadEndpoint as error:
+        raise Leave(CONFIG, str(error)) from error
     check_public(where)
     path = ipc_path(where)
     config = Config(

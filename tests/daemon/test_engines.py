@@ -175,6 +175,7 @@ def test_requests_wait_for_a_model_that_loads(start_broker: StartBroker) -> None
     assert client.ask("hello")["models"][0]["loaded"] is False
     assert client.ask("stats")["gauges"]["queued"] == 2
     assert client.refusal("decode", session="x", max_tokens=1)["code"] == "busy"
+    assert client.ask("info", session="x")["state"] == "queued"
     assert client.final(opening)["length"] == 2
     assert client.final(loading)["model"]["loaded"] is True
 
@@ -223,12 +224,17 @@ def test_unload_keeps_tokens_and_a_touch_brings_them_back(rig: Rig) -> None:
     client.ask("cancel", request=decode)
     client.final(decode)
     pid = ready(rig)
+    watch = client.send("watch")
     assert client.ask("unload", model="toy")["model"]["loaded"] is False
     assert gone(pid)
     assert client.ask("unload", model="toy")["model"]["loaded"] is False
     info = client.ask("info", session=session)
     assert (info["tier"], info["private_bytes"]) == ("tokens", 0)
     assert client.ask("prefill", session=session, tokens=[7])["length"] == info["length"] + 1
+    client.ask("cancel", request=watch)
+    events = [(event["event"], event["details"].get("tier")) for event in client.replies(watch)[:-1]]
+    assert events[0] == ("engine_stopped", None)
+    assert events[-1] == ("session_moved", "resident")
     assert client.ask("tokens", session=session, to=3)["tokens"] == [4, 5, 6]
     assert client.ask("unload", model="toy")["model"]["loaded"] is False
     assert client.ask("close", session=session)["freed_bytes"] == 0
