@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 QUANTUM_MIN = 16  # tokens; below this a pass costs nearly the same
 QUANTUM_MAX = 512  # tokens; more gains nothing and delays cancellation
 BACKGROUND_EVERY = 8  # quanta
+ALONE_EVERY = 8  # quanta beside streams; then a turn without one shows what a step costs
 SMOOTHING = 0.3  # weight of the newest measurement
 
 
@@ -34,14 +35,28 @@ class Pace:
     idle_ms: float = 500.0
     ms_per_token: float | None = None
     step_ms: float | None = None
+    since_alone: int = ALONE_EVERY
 
-    def measured_quantum(self, tokens: int, ms: float) -> None:
-        per_token = ms / tokens
-        old = self.ms_per_token
-        self.ms_per_token = per_token if old is None else old + SMOOTHING * (per_token - old)
+    def measured_turn(self, ms: float, *, tokens: int, streams: bool) -> None:
+        """One turn of the loop: a step of the streams, if there are any, and a quantum of `tokens`, if not 0.
 
-    def measured_step(self, ms: float) -> None:
-        self.step_ms = ms if self.step_ms is None else self.step_ms + SMOOTHING * (ms - self.step_ms)
+        Turns are measured whole, since the host can't see what either took: launching the one may block
+        until the device is nearly done with the other.
+        """
+        if tokens:
+            step_ms = self.step_ms or 0.0 if streams else 0.0
+            # A step measured long ago may be too dear; at the most, it had three quarters of the turn.
+            self.ms_per_token = _smoothed(self.ms_per_token, max(ms - step_ms, ms / 4) / tokens)
+        elif streams:
+            self.step_ms = _smoothed(self.step_ms, ms)
+
+    def alone_due(self) -> bool:
+        """Whether the next turn beside streams should go without a quantum; to be asked once for each."""
+        self.since_alone += 1
+        if self.since_alone <= ALONE_EVERY:
+            return False
+        self.since_alone = 0
+        return True
 
     def quantum(self, remaining: int, *, streams: bool) -> int:
         """Tokens of the next quantum, at most `remaining` (> 0)."""
@@ -52,6 +67,10 @@ class Pace:
         # Whole multiples of the floor: a matrix product of 48 rows is no dearer than one of 41.
         fitting = fitting // QUANTUM_MIN * QUANTUM_MIN
         return min(remaining, QUANTUM_MAX, max(QUANTUM_MIN, fitting))
+
+
+def _smoothed(old: float | None, new: float) -> float:
+    return new if old is None else old + SMOOTHING * (new - old)
 
 
 T = TypeVar("T")

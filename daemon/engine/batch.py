@@ -29,7 +29,6 @@ class Flight:
 
     members: tuple[Stream, ...]
     drawn: Drawn
-    launched_ms: float
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +77,7 @@ class Batch:
             stream.session.cache = row
             stream.session.lent = False
 
-    def launch(self, now_ms: float) -> None:
+    def launch(self) -> None:
         """Starts the next step for those who may draw; the others' rows leave first."""
         self.leave([stream for stream in self.members if not stream.may_draw])
         previous, self.flight = self.flight, None
@@ -93,7 +92,7 @@ class Batch:
         drawn = sample(logits, [stream.row(last) for stream, last in zip(self.members, lasts, strict=True)])
         for stream in self.members:
             stream.launched += 1
-        self.flight = Flight(tuple(self.members), drawn, now_ms)
+        self.flight = Flight(tuple(self.members), drawn)
         if self.lookahead:
             mx.async_eval(drawn.arrays())
         else:

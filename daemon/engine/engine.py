@@ -41,7 +41,6 @@ class Quantum:
     work: Work
     tokens: int
     arrays: list[mx.array]
-    launched_ms: float
 
 
 class Engine:
@@ -86,7 +85,9 @@ class Engine:
         self.tokens_decoded = 0
         self.tokens_prefilled = 0
         self.steps = 0
-        self._device_free_ms = 0.0
+        self._turn_ms: float | None = None  # when the last turn came to its quantum; None after idling
+        self._turn_rows = 0  # rows that decoded then
+        self._turn_tokens = 0  # prefilled since
         self._cancelled_any = False
         self._learn()
 
@@ -153,6 +154,8 @@ class Engine:
         self.batches = [batch for batch in self.batches if batch.members]
         if self._cancelled_any:
             self._end_cancelled_streams()
+        if not self.requests:
+            self._turn_ms = None
         return bool(self.requests)
 
     def _each_batch(self, act: Callable[[Batch], None]) -> None:
@@ -223,7 +226,7 @@ class Engine:
             self._launch(batch)
 
     def _launch(self, batch: Batch) -> None:
-        batch.launch(self.clock_ms())
+        batch.launch()
 
     def _land(self, batch: Batch) -> None:
         """Ends the step in flight before another is launched."""
@@ -238,9 +241,6 @@ class Engine:
         tokens = cast("list[int]", flight.drawn.tokens.tolist())
         finite = cast("list[bool]", flight.drawn.finite.tolist())
         logprobs = flight.drawn.read_logprobs()
-        now = self.clock_ms()
-        self.pace.measured_step(now - max(flight.launched_ms, self._device_free_ms))
-        self._device_free_ms = now
         self.steps += 1
         ended = []
         for row, stream in enumerate(flight.members):
@@ -325,21 +325,31 @@ class Engine:
     def _fill(self) -> None:
         """Awaits the quantum in flight and launches the next."""
         self._land_quantum()
+        self._measure_turn()
         for work in [work for work in self.fills if work.cancelled]:
             self._end_work(work)
+        if len(self.fills) and self.batches and self.pace.alone_due():
+            return
         work = self.fills.turn()
         if work is None:
             return
         try:
-            now = self.clock_ms()
             if work.started_ms is None:
-                work.start(now)
+                work.start(self.clock_ms())
             tokens = self.pace.quantum(work.remaining, streams=bool(self.batches))
             arrays = work.launch(self.loaded.model, tokens)
             mx.async_eval(arrays)
-            self.quantum = Quantum(work, tokens, arrays, now)
+            self.quantum = Quantum(work, tokens, arrays)
         except Exception as error:
             self._work_failed(work, error)
+
+    def _measure_turn(self) -> None:
+        """What lies between two launches of quanta: a quantum, if there was one, and a step of the rows."""
+        began, before, tokens = self._turn_ms, self._turn_rows, self._turn_tokens
+        self._turn_ms, self._turn_tokens = self.clock_ms(), 0
+        self._turn_rows = sum(len(batch.members) for batch in self.batches)
+        if began is not None and self._turn_rows == before:  # else rows were copied too, in or out
+            self.pace.measured_turn(self._turn_ms - began, tokens=tokens, streams=before > 0)
 
     def _fill_alone(self) -> None:
         """One quantum from launch to end, with nothing else on the device."""
@@ -360,9 +370,7 @@ class Engine:
         except Exception as error:
             self._work_failed(work, error)
             return
-        now = self.clock_ms()
-        self.pace.measured_quantum(quantum.tokens, now - max(quantum.launched_ms, self._device_free_ms))
-        self._device_free_ms = now
+        self._turn_tokens += quantum.tokens
         self.tokens_prefilled += quantum.tokens
         if isinstance(work, Fill) and work.progress:
             self.answer(work.rid, work.progressed())
