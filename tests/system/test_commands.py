@@ -221,7 +221,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_the_program(tiny_daemon: RunningDaem
         terminal.type(CTRL_C)  # at the prompt it gives up the line, not the program
         terminal.wait_for("> ", seen)
         terminal.type("/undo\n")
-        terminal.wait_for("0 left.", seen)
+        terminal.wait_for("0 left.\r\n> ", seen)
         terminal.type(CTRL_D)
         assert terminal.leave() == 0
     assert "Traceback" not in terminal.shown
