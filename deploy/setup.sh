@@ -30,7 +30,10 @@ say "installing stateroom and its tools (a few minutes the first time)"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 
 # mlx's CPU wheel brings the reference BLAS; OpenBLAS makes prefill about ten times faster.
-if [ "$(uname -s)" = Linux ] && ! ldconfig -p 2>/dev/null | grep -q openblas; then
+fast_blas() {
+  "$venv/bin/python" -c 'import sys; from stateroom.daemon.blas import find_blas; sys.exit(find_blas().hint is not None)'
+}
+if ! fast_blas; then
   if can_apt && apt_install libopenblas0-pthread; then
     say "installed OpenBLAS (libopenblas0-pthread)"
   else
