@@ -11,8 +11,16 @@ from stateroom.kernels import dispatch
 from stateroom.kernels.dispatch import Form
 
 FORMS: list[Form] = ["folded", "fused"]
-# B, H, Hkv, S, D, Dv
-SHAPES = [(1, 6, 2, 13, 5, 3), (3, 7, 7, 29, 8, 8), (2, 9, 3, 1, 64, 64), (5, 4, 1, 307, 11, 7)]
+# B, H, Hkv, S, D, Dv: one product or blocks of keys (whole or with a rest), softmax or powers of two.
+SHAPES = [
+    (1, 6, 2, 13, 5, 3),
+    (3, 7, 7, 29, 8, 8),
+    (2, 9, 3, 1, 64, 64),
+    (5, 4, 1, 307, 11, 7),
+    (1, 3, 1, 512, 6, 5),
+    (1, 2, 2, 1_281, 3, 2),
+    (2, 6, 1, 701, 7, 5),
+]
 TOLERANCE = {mx.float32: 2e-6, mx.float16: 3e-3, mx.bfloat16: 2e-2}
 
 
