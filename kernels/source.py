@@ -23,9 +23,9 @@ def portable_header() -> str:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A body written in the common subset (`portable.h`), its arrays' names, and its constants, which are macros.
+    """A body in the common subset (`portable.h`), the names of its arrays, and its constants (macros).
 
-    Of a Kernel, each set of constants is compiled apart; whoever makes them keeps their number small.
+    Each set of constants is compiled apart; whoever makes them keeps their number small.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Launch:
-    """One call of a kernel: `groups` of `threads` threads (a multiple of 32), each thread group on its own."""
+    """One call of a kernel: `groups` of `threads` threads (a multiple of 32), each group for itself."""
 
     kernel: Kernel
     inputs: tuple[mx.array, ...]
