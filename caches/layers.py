@@ -75,4 +75,4 @@ class FullLayer:
 
     @property
     def nbytes(self) -> int:
-        return sum(plane.nbytes for plane in self.state)
+        return sum(plane.size * plane.dtype.size for plane in self.state)

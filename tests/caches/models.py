@@ -109,8 +109,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "gpt_bigcode": {
+        "n_embd": 40,
+        "n_layer": 2,
+        "n_inner": 56,
+        "n_head": 4,
+        "n_positions": 128,
+        "layer_norm_epsilon": 1e-5,
+    },
+}
+
+
 def tiny(name: str) -> Any:
-    config = {"model_type": name} | _BASE | ARCHITECTURES[name]
+    config = {"model_type": name} | _BASE | (ARCHITECTURES | OTHERS)[name]
     if name == "llama4":
         config = {"model_type": name, "text_config": config}
     model_class, arguments = utils._get_classes(config)
