@@ -13,28 +13,20 @@ from collections import deque
 
 from structlog.typing import FilteringBoundLogger
 
-from stateroom.client.errors import Busy, EngineLost, ShuttingDown, StateroomError, Unsupported
+from stateroom.client.errors import Busy, ShuttingDown, StateroomError, Unsupported
 from stateroom.client.protocol import (
-    OPERATIONS,
     Body,
     CloseResult,
-    Decode,
-    DecodeResult,
     ErrorBody,
     Event,
     Fork,
-    ForkResult,
-    LengthResult,
     ModelResult,
     Open,
-    OpenResult,
-    Prefill,
-    Receipt,
     Result,
-    Usage,
 )
 from stateroom.client.protocol import Close as CloseRequest
-from stateroom.daemon.catalog import NO_ENGINE, Catalog, Session
+from stateroom.daemon.catalog import Catalog, Session
+from stateroom.daemon.endings import GONE, Settlement, lost, streams, unstarted
 from stateroom.daemon.lifecycle import EngineState, RequestEvent, RequestState, SessionEvent, SessionState
 from stateroom.daemon.link import Adopt, Answer, CancelCommand, Command, Journal
 from stateroom.daemon.metrics import Metrics
@@ -64,6 +56,7 @@ class Work:
     ) -> None:
         self._tickets, self._catalog, self._supervisor = tickets, catalog, supervisor
         self._watchers, self._metrics, self._log = watchers, metrics, log
+        self._settlement = Settlement(catalog, metrics)
         self._waiting: dict[str, deque[Ticket]] = {}  # model → tickets held until its engine is ready
 
     # ------------------------------------------------------------ requests begin
@@ -209,7 +202,7 @@ class Work:
         held = self._tickets.get(session.held)
         session.held = None
         if held is not None:
-            self._tickets.reply(held, _unstarted(held, why))
+            self._tickets.reply(held, unstarted(held, why))
 
     def _cancel_running(self, session: Session) -> None:
         running = self._tickets.get(session.running)
@@ -240,18 +233,21 @@ class Work:
                 return False
             session.advance(SessionEvent.RELEASE)
             session.held = None
-            self._tickets.reply(ticket, _unstarted(ticket, "cancelled before it began"))
+            self._tickets.reply(ticket, unstarted(ticket, "cancelled before it began"))
             return True
         if ticket.op in HELD_ENDS:
             self._unqueue(ticket)
-            self._ended(ticket, _unstarted(ticket, "cancelled before it began"))
+            self._ended(ticket, unstarted(ticket, "cancelled before it began"))
             return True
         ticket.cancel_wanted = ticket.op not in (*SHORT, "load", "unload")
         return ticket.cancel_wanted
 
     def _tell_cancel(self, ticket: Ticket, event: RequestEvent) -> None:
         told = ticket.state is not RequestState.SENT
-        ticket.advance(event)
+        if event is RequestEvent.VANISH:
+            self._tickets.orphan(ticket)
+        else:
+            ticket.advance(event)
         engine = self._supervisor.engine(ticket.model or "")
         if not told and ticket.op not in SHORT and engine.generation == ticket.generation:
             engine.send(CancelCommand(ticket.rid))
@@ -260,16 +256,14 @@ class Work:
         """A client is gone: its requests end as soon as they can, its sessions stay."""
         for ticket in list(peer.open.values()):
             session = ticket.session
+            if ticket.state is RequestState.DONE:
+                continue  # the end of one before it was its end, too
             if ticket.op == "watch":
                 self._watchers.drop(ticket)
                 self._tickets.orphan(ticket)
                 self._tickets.reply(ticket, Result())
             elif ticket.state is not RequestState.HELD:
-                told = ticket.state is not RequestState.SENT
-                self._tickets.orphan(ticket)
-                engine = self._supervisor.engine(ticket.model or "")
-                if not told and ticket.op not in SHORT and engine.generation == ticket.generation:
-                    engine.send(CancelCommand(ticket.rid))
+                self._tell_cancel(ticket, RequestEvent.VANISH)
             elif ticket.op in ("close", "load", "unload"):
                 self._tickets.orphan(ticket)  # what it asked for still happens
             else:
@@ -278,12 +272,12 @@ class Work:
                     self.cancel(ticket)
                 else:
                     self._unqueue(ticket)
-                    self._ended(ticket, _gone())
+                    self._ended(ticket, GONE)
 
     def cut(self, peer: Peer) -> None:
         """A client does not read: its streams end, with `slow_consumer` as their last word."""
         for ticket in list(peer.open.values()):
-            if not _streams(ticket) or ticket.state in (RequestState.HELD, RequestState.CUT):
+            if not streams(ticket) or ticket.state in (RequestState.HELD, RequestState.CUT):
                 continue
             self._metrics.count("streams_cut")
             if ticket.op == "watch":
@@ -367,7 +361,7 @@ class Work:
             session.forget_engine()
         for ticket in self._tickets:
             if ticket.generation == generation and ticket.state in WITH_ENGINE:
-                self._ended(ticket, _lost(ticket, reason))
+                self._ended(ticket, lost(ticket, reason))
         # One event for all its sessions, which hold tokens only now: one for each could flood a watcher.
         details = {"reason": reason, "sessions": len(moved)}
         event = "engine_stopped" if engine.stopping else "engine_lost"
@@ -405,58 +399,12 @@ class Work:
     def _ended(self, ticket: Ticket, body: Body) -> None:
         """Settles what a final answer means for its sessions, replies, and lets in what waited."""
         session = ticket.session
-        events = self._settle(ticket, session, body) if session is not None else []
+        events = self._settlement.settle(ticket, body)
         self._tickets.reply(ticket, body)
         for event, owner in events:
             self._watchers.publish(event, owner)
         if session is not None and session.running is None and session.held is not None:
             self._admit_held(session)
-
-    def _settle(self, ticket: Ticket, session: Session, body: Body) -> list[tuple[Event, str]]:
-        refused = isinstance(body, ErrorBody)
-        events: list[tuple[Event, str]] = []
-        if ticket.op == "adopt":
-            if refused:
-                session.generation = NO_ENGINE
-            return events
-        if ticket.op == "open":
-            if isinstance(body, OpenResult):
-                session.kinds = body.caps.kv
-            events += self._born([session], refused)
-        elif ticket.op == "close":
-            events += self._dead(session)
-            return events
-        elif ticket.op == "fork":
-            for child in ticket.children:
-                if isinstance(body, ForkResult):
-                    child.tokens, child.kinds = session.tokens[:], session.kinds
-                    child.generation, child.resident = session.generation, session.resident
-                    child.private_bytes = body.copied_bytes // len(ticket.children)
-            events += self._born(ticket.children, refused)
-        session.running = session.running_op = None
-        if session.state is not SessionState.CLOSED and ticket.op != "open":
-            session.advance(SessionEvent.END)
-        self._catalog.touch(session)
-        return events
-
-    def _born(self, sessions: list[Session], refused: bool) -> list[tuple[Event, str]]:
-        events = []
-        for session in sessions:
-            session.advance(SessionEvent.REFUSED if refused else SessionEvent.OPENED)
-            if refused:
-                self._catalog.remove(session)
-            else:
-                self._metrics.count("sessions_opened")
-                event = Event(event="session_opened", session=session.id, model=session.model)
-                events.append((event, session.owner))
-        return events
-
-    def _dead(self, session: Session) -> list[tuple[Event, str]]:
-        session.advance(SessionEvent.END)
-        session.running = session.running_op = None
-        self._catalog.remove(session)
-        self._metrics.count("sessions_closed")
-        return [(Event(event="session_closed", session=session.id, model=session.model), session.owner)]
 
     def _admit_held(self, session: Session) -> None:
         held = self._tickets.get(session.held)
@@ -469,33 +417,3 @@ class Work:
                 self._start(held, session)
         except StateroomError as error:
             self._tickets.reply(held, error.body())
-
-
-def _streams(ticket: Ticket) -> bool:
-    if isinstance(ticket.request, Decode):
-        return ticket.request.stream
-    if isinstance(ticket.request, Prefill):
-        return ticket.request.progress
-    return ticket.op in OPERATIONS and OPERATIONS[ticket.op].streams
-
-
-def _unstarted(ticket: Ticket, why: str) -> Body:
-    """The result of a request that was cancelled before any engine had it: nothing changed."""
-    length = ticket.session.length if ticket.session else 0
-    if ticket.op == "decode":
-        return DecodeResult(finish="cancelled", tokens=[], text="", length=length, usage=Usage())
-    receipt = Receipt(reused=length, source="session" if length else "none", why=why)
-    return LengthResult(length=length, receipt=receipt, finish="cancelled")
-
-
-def _gone() -> ErrorBody:
-    """For the books alone: nobody is there to read it."""
-    return ErrorBody(code="not_found", message="The client went away before this began.")
-
-
-def _lost(ticket: Ticket, reason: str) -> ErrorBody:
-    length = ticket.session.length if ticket.session and ticket.op != "open" else 0
-    return EngineLost(
-        f"The engine stopped under this request ({reason}); the session is kept, send the request again.",
-        length=length,
-    ).body()

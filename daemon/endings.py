@@ -1,0 +1,111 @@
+"""The ends of requests: what they mean for sessions, and those that the broker words itself. Pure."""
+
+from __future__ import annotations
+
+from stateroom.client.errors import EngineLost
+from stateroom.client.protocol import (
+    OPERATIONS,
+    Body,
+    Decode,
+    DecodeResult,
+    ErrorBody,
+    Event,
+    ForkResult,
+    LengthResult,
+    OpenResult,
+    Prefill,
+    Receipt,
+    Usage,
+)
+from stateroom.daemon.catalog import NO_ENGINE, Catalog, Session
+from stateroom.daemon.lifecycle import SessionEvent
+from stateroom.daemon.metrics import Metrics
+from stateroom.daemon.tickets import Ticket
+
+Told = list[tuple[Event, str]]  # events, each with the owner it is for
+
+
+class Settlement:
+    """Brings the catalog up to date with the final answer of a request."""
+
+    def __init__(self, catalog: Catalog, metrics: Metrics) -> None:
+        self._catalog, self._metrics = catalog, metrics
+
+    def settle(self, ticket: Ticket, body: Body) -> Told:
+        """Moves the request's sessions to where this end leads; gives what watchers should hear."""
+        session = ticket.session
+        if session is None:
+            return []
+        refused = isinstance(body, ErrorBody)
+        if ticket.op == "adopt":
+            if refused:
+                session.generation = NO_ENGINE
+            return []
+        if ticket.op == "close":
+            return self._dead(session)
+        session.running = session.running_op = None
+        self._catalog.touch(session)
+        if ticket.op == "open":
+            if isinstance(body, OpenResult):
+                session.kinds = body.caps.kv
+            return self._born([session], refused)
+        session.advance(SessionEvent.END)
+        if isinstance(body, ForkResult):
+            for child in ticket.children:
+                child.tokens, child.kinds = session.tokens[:], session.kinds
+                child.generation, child.resident = session.generation, session.resident
+                child.private_bytes = body.copied_bytes // len(ticket.children)
+        return self._born(ticket.children, refused)
+
+    def _born(self, sessions: list[Session], refused: bool) -> Told:
+        told: Told = []
+        for session in sessions:
+            session.advance(SessionEvent.REFUSED if refused else SessionEvent.OPENED)
+            if refused:
+                self._catalog.remove(session)
+            else:
+                self._metrics.count("sessions_opened")
+                event = Event(event="session_opened", session=session.id, model=session.model)
+                told.append((event, session.owner))
+        return told
+
+    def _dead(self, session: Session) -> Told:
+        session.advance(SessionEvent.END)
+        session.running = session.running_op = None
+        self._catalog.remove(session)
+        self._metrics.count("sessions_closed")
+        return [(Event(event="session_closed", session=session.id, model=session.model), session.owner)]
+
+
+def streams(ticket: Ticket) -> bool:
+    """Whether the request has replies before its final one."""
+    if isinstance(ticket.request, Decode):
+        return ticket.request.stream
+    if isinstance(ticket.request, Prefill):
+        return ticket.request.progress
+    return ticket.op in OPERATIONS and OPERATIONS[ticket.op].streams
+
+
+def unstarted(ticket: Ticket, why: str) -> Body:
+    """The result of a request that was cancelled before any engine had it: nothing changed."""
+    session = ticket.session
+    length = session.length if session else 0
+    if ticket.op == "decode":
+        return DecodeResult(finish="cancelled", tokens=[], text="", length=length, usage=Usage())
+    reused = length if session and session.resident else 0
+    receipt = Receipt(reused=reused, source="session" if reused else "none", why=why)
+    return LengthResult(length=length, receipt=receipt, finish="cancelled")
+
+
+def lost(ticket: Ticket, reason: str) -> ErrorBody:
+    """The end of a request whose worker died."""
+    if ticket.session is None or ticket.op == "open":
+        message, length = f"The engine stopped while this was opened ({reason}); send it again.", 0
+    else:
+        message = f"The engine stopped under this request ({reason}); the session is kept, send it again."
+        length = ticket.session.length
+    return EngineLost(message, length=length).body()
+
+
+# For the books alone: the client of a request that had not begun went away, and nobody will read it.
+GONE = ErrorBody(code="not_found", message="The client went away before this began.")
