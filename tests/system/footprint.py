@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -34,6 +34,12 @@ def broker_and_worker(daemon: RunningDaemon) -> tuple[Footprint, Footprint]:
     """Of a daemon with one model."""
     (worker,) = daemon.workers()
     return Footprint.of(daemon.pid), Footprint.of(worker)
+
+
+def growth(seen: Sequence[Footprint]) -> int:
+    """By how many bytes the peak of the second half lies above that of the first: peaks are no growth."""
+    middle = len(seen) // 2
+    return max(one.rss_bytes for one in seen[middle:]) - max(one.rss_bytes for one in seen[:middle])
 
 
 def mib(bytes_: float) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 from tests.conftest import RunningDaemon
 from tests.system.conftest import ConnectTo, Tell
-from tests.system.footprint import Footprint, broker_and_worker, mib
+from tests.system.footprint import Footprint, broker_and_worker, growth, mib
 
 from stateroom.client import Room, Session
 
@@ -109,10 +109,9 @@ def test_churn_leaves_nothing_behind(tiny_daemon: RunningDaemon, connect_to: Con
 
 
 def flat(seen: list[Footprint], warm: int, name: str, bound: int, tell: Tell) -> None:
-    """The last third is compared with the third before it, each by its highest: peaks are no growth."""
+    grown = growth(seen[warm:])
     middle = (warm + len(seen)) // 2
     before, after = seen[warm:middle], seen[middle:]
-    grown = max(one.rss_bytes for one in after) - max(one.rss_bytes for one in before)
     rss = max(one.rss_bytes for one in after) / 2**20
     tell(f"{name}: {rss:.0f} MiB, grown {mib(grown)}, {after[-1].files} files, {after[-1].threads} threads")
     assert grown < bound

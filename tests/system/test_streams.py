@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgpack
 import pytest
 import zmq
 from tests.conftest import RunningDaemon
@@ -16,7 +18,7 @@ from tests.daemon.rig import Raw
 from tests.system.conftest import ConnectTo, RawClient, Tell
 from tests.system.footprint import seconds_until
 
-from stateroom.client import Room, Session
+from stateroom.client import Room, Session, connect_async
 from stateroom.client.errors import Busy, Exists, NotFound, RequestTimeout
 from stateroom.client.protocol import Cancel, CancelResult
 
@@ -134,7 +136,7 @@ def test_sync_supersedes_a_decode_and_a_sync(tiny_daemon: RunningDaemon, connect
     results: dict[int, Any] = {}
 
     def sync(i: int) -> None:
-        results[i] = room.session(session.id).sync(tokens=[*PROMPT, *([i] * 6_000)])
+        results[i] = room.session(session.id).sync(tokens=[*PROMPT, *([i] * 4_000)])
 
     threads = []
     for i in range(4):
@@ -145,8 +147,8 @@ def test_sync_supersedes_a_decode_and_a_sync(tiny_daemon: RunningDaemon, connect
     for thread in threads:
         thread.join(30)
     assert [results[i].finish for i in range(4)] == ["cancelled", "cancelled", "cancelled", "done"]
-    assert session.tokens().tokens == [*PROMPT, *([3] * 6_000)]
-    assert session.decode(6, ignore_eos=True).wait().tokens == greedy(room, [*PROMPT, *([3] * 6_000)], 6)
+    assert session.tokens().tokens == [*PROMPT, *([3] * 4_000)]
+    assert session.decode(6, ignore_eos=True).wait().tokens == greedy(room, [*PROMPT, *([3] * 4_000)], 6)
     session.close()
 
 
@@ -293,23 +295,22 @@ def test_an_unread_watch_is_cut_and_other_replies_still_come(
 def test_large_replies_arrive_as_they_were_sent(tiny_daemon: RunningDaemon, raw_client: RawClient) -> None:
     """B66: replies above 64 KiB, many on their way at once to two clients that read late, none rewritten."""
     clients = [raw_client(tiny_daemon, app=f"large-{i}") for i in range(2)]
-    names: list[set[str]] = []
-    for i, client in enumerate(clients):
-        wanted = {f"{'ab'[i] * 40}-{n:04}" for n in range(300)}
-        requests = [client.send("open", name=name) for name in wanted]
-        for request_id in requests:
-            client.final(request_id)
-        names.append(wanted)
+    names = [{f"{letter * 60}-{n:03}" for n in range(200)} for letter in "ab"]
+    for client, own in zip(clients, names, strict=True):
+        all_at_once(client, "open", [{"name": name} for name in own])
     asked = [(i, clients[i].send("list")) for _ in range(20) for i in (0, 1)]
     time.sleep(0.5)
     for i, request_id in asked:
         reply = clients[i].final(request_id)
         assert {session["name"] for session in reply["sessions"]} == names[i]
-    assert len(str(reply)) > 64 * 1024
-    for i, client in enumerate(clients):
-        requests = [client.send("close", session=name) for name in names[i]]
-        for request_id in requests:
-            client.final(request_id)
+    assert len(msgpack.packb(reply)) > 64 * 1024
+    for client, own in zip(clients, names, strict=True):
+        all_at_once(client, "close", [{"session": name} for name in own])
+
+
+def all_at_once(client: Raw, op: str, each: list[dict[str, Any]]) -> None:
+    for request_id in [client.send(op, **arguments) for arguments in each]:
+        assert client.final(request_id)["kind"] == "result"
 
 
 def test_a_req_client(tiny_daemon: RunningDaemon, raw_client: RawClient) -> None:
@@ -508,3 +509,41 @@ def test_a_session_that_is_busy_elsewhere(tiny_daemon: RunningDaemon, connect_to
     for index, _ in zip(itertools.count(), session.decode(5, ignore_eos=True), strict=False):
         assert index < 5
     session.close()
+
+
+# ---------------------------------------------------------------- asyncio
+
+
+def test_the_same_with_asyncio(tiny_daemon: RunningDaemon, connect_to: ConnectTo) -> None:
+    """Streams of one loop side by side; leaving one, or cancelling its task, ends it in the daemon."""
+    room = connect_to(tiny_daemon, "async")
+    prompts = [[*PROMPT, i] for i in range(4)]
+    wanted = [greedy(room, prompt, 60) for prompt in prompts]
+
+    async def all_of_it() -> None:
+        async with connect_async(endpoint=tiny_daemon.endpoint, app="async") as together:
+            sessions = [await together.open(tokens=prompt) for prompt in prompts]
+            streams = [session.decode(60, ignore_eos=True) for session in sessions]
+            results = await asyncio.gather(*(stream.wait() for stream in streams))
+            assert [result.tokens for result in results] == wanted
+            async for _ in sessions[0].decode(ENDLESS, ignore_eos=True):
+                break
+            task = asyncio.create_task(sessions[1].decode(ENDLESS, ignore_eos=True).wait())
+            await asyncio.sleep(0.1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(sessions[2].prefill(tokens=[7] * 12_000), 0.05)
+            until = time.monotonic() + SOON_S
+            while (await together.stats()).gauges["running"]:
+                assert time.monotonic() < until, "something runs on"
+                await asyncio.sleep(0.01)
+            for session in sessions[:3]:
+                held = (await session.tokens()).tokens
+                drawn = (await session.decode(6, ignore_eos=True).wait()).tokens
+                assert drawn == await asyncio.to_thread(greedy, room, held, 6)
+            for session in sessions:
+                await session.close()
+
+    asyncio.run(asyncio.wait_for(all_of_it(), 60))
