@@ -13,6 +13,7 @@
 //   HALF BFLOAT               16-bit floats; convert with float(x) and HALF(x)
 //   UNROLL                    before a loop whose count is a constant
 //   LOWEST                    a finite float below any score: differences with it stay finite, exp of them is 0
+//   MINUS_INFINITY            to be stored
 //
 // Collectives are reached by all 32 lanes together, barriers by all threads. An infinity is only ever stored,
 // never computed with, so that a compiler's fast-math rules can't matter.
@@ -35,6 +36,7 @@
 #define LOG(x) metal::precise::log(x)
 #define HALF half
 #define BFLOAT bfloat16_t
+#define MINUS_INFINITY (-INFINITY)
 #define UNROLL _Pragma("clang loop unroll(full)")
 
 #elif defined(__CUDACC__) || defined(__CUDACC_RTC__)
@@ -54,6 +56,7 @@
 #define LOG(x) logf(x)
 #define HALF __half
 #define BFLOAT __nv_bfloat16
+#define MINUS_INFINITY __int_as_float(int(0xff800000u))
 #define UNROLL _Pragma("unroll")
 
 static __device__ __forceinline__ float portable_sum(float x) {
@@ -83,6 +86,7 @@ static __device__ __forceinline__ float portable_max(float x) {
 #define LOG(x) std::log(float(x))
 #define HALF emulation::Half
 #define BFLOAT emulation::BFloat
+#define MINUS_INFINITY (-INFINITY)
 #define UNROLL
 
 #endif

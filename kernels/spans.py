@@ -1,0 +1,52 @@
+"""Which columns of packed rows hold tokens: of row i those of [starts[i], ends[i])."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+
+from stateroom.kernels.source import small_input
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Made once a forward and shared by its layers. An empty span is legal."""
+
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    @classmethod
+    def of(cls, starts: Sequence[int], ends: Sequence[int]) -> Spans:
+        return cls(tuple(starts), tuple(ends))
+
+    def __post_init__(self) -> None:
+        if len(self.starts) != len(self.ends) or not self.starts:
+            raise ValueError(f"{len(self.starts)} starts and {len(self.ends)} ends")
+        if any(not 0 <= start <= end for start, end in zip(self.starts, self.ends, strict=True)):
+            raise ValueError(f"no spans: {self.starts} to {self.ends}")
+
+    def length_max(self, count: int, window: int | None) -> int:
+        """The most columns that the last `count` tokens of any row may see together."""
+        longest = max(end - start for start, end in zip(self.starts, self.ends, strict=True))
+        return longest if window is None else min(longest, window + count - 1)
+
+    @cached_property
+    def table(self) -> mx.array:
+        """int32 [2 B and padding]: start and end of each row in turn."""
+        return small_input([at for span in zip(self.starts, self.ends, strict=True) for at in span])
+
+    def live(self, stored: int) -> mx.array:
+        """bool [B, S]: the columns that hold tokens."""
+        column = mx.arange(stored)[None]
+        return (mx.array(self.starts)[:, None] <= column) & (column < mx.array(self.ends)[:, None])
+
+    def seen(self, count: int, stored: int, window: int | None) -> mx.array:
+        """bool [B, N, S]: what each of the last N tokens of a row sees, itself included."""
+        # One past the last column that a query sees: [B, N, 1].
+        ends = mx.array(self.ends)[:, None, None] - count + 1 + mx.arange(count)[None, :, None]
+        column = mx.arange(stored)[None, None]
+        seen = (mx.array(self.starts)[:, None, None] <= column) & (column < ends)
+        return seen if window is None else seen & (column >= ends - window)
