@@ -107,7 +107,8 @@ class PackedRows:
         key = (n, window, as_array)
         if key not in leases:
             mask = make_mask(self.layout, n, window)
-            leases[key] = boolean_mask(self.layout, n, window) if as_array and mask == "causal" else mask
+            spelled = as_array and isinstance(mask, str)
+            leases[key] = boolean_mask(self.layout, n, window) if spelled else mask
         return leases[key]
 
     def live(self, layer: int) -> tuple[mx.array, mx.array]:

@@ -86,3 +86,16 @@ def test_a_model_may_ask_for_an_array() -> None:
     assert (np.array(mask)[0, 0] == np.tri(4, dtype=bool)).all()
     assert FullLayer(rows, 0).make_mask(4) == "causal"
     rows.rollback()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_padded_rows_give_the_same_array_however_it_is_asked_for(n: int) -> None:
+    rows = PackedRows(1, rows=2)
+    rows.layout = Layout((0, 4), (7, 3))
+    rows.begin(n)
+    layer = FullLayer(rows, 0)
+    asked, given = layer.make_mask(n, return_array=True), layer.make_mask(n)
+    assert isinstance(asked, mx.array)
+    assert isinstance(given, mx.array)
+    assert mx.array_equal(asked, given)
+    rows.rollback()
