@@ -19,8 +19,6 @@
 #include <memory>
 #include <vector>
 
-typedef unsigned int uint;
-
 namespace emulation {
 
 constexpr int SIMD_WIDTH = 32;

@@ -1,0 +1,1 @@
+"""Joins partial attentions: `reference` defines, `fused` is one kernel."""

@@ -16,7 +16,7 @@
     const float zero = float(biases[own_group]); \
     UNROLL \
     for (int e = 0; e < fields; ++e) { \
-      const uint level = words[word + e * bits / 32] >> (shift + e * bits % 32) & ((1u << bits) - 1u); \
+      const unsigned level = words[word + e * bits / 32] >> (shift + e * bits % 32) & ((1u << bits) - 1u); \
       to[e] = step * float(level) + zero; \
     } \
   }

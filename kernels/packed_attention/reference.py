@@ -35,9 +35,15 @@ def packed_attention(
 
 
 def _without_junk(plane: Plane, spans: Spans) -> Plane:
-    """Zeros where no token is: a weight of 0 does not silence a NaN."""
+    """Zeros where no token is: a weight of 0 does not silence a NaN. Words mean nothing without a scale."""
     live = spans.live(plane.shape[2])[:, None, :, None]
-    return like(plane, [mx.where(live, part, mx.zeros((), part.dtype)) for part in arrays(plane)])
+    return like(
+        plane,
+        [
+            part if part.dtype == mx.uint32 else mx.where(live, part, mx.zeros((), part.dtype))
+            for part in arrays(plane)
+        ],
+    )
 
 
 def _times_transposed(left: mx.array, plane: Plane) -> mx.array:

@@ -1,0 +1,70 @@
+"""Which form runs where, and that callers see no difference."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from tests.kernels.test_packed_attention import SHAPES, drawn
+
+from stateroom.kernels import dispatch, host
+from stateroom.kernels.dispatch import Form
+from stateroom.kernels.spans import Spans
+
+WITHOUT_GPU = not (mx.metal.is_available() or mx.cuda.is_available())
+needs_gxx = pytest.mark.skipif(not host.compiler(), reason="no g++")
+
+
+@needs_gxx
+@pytest.mark.parametrize("name", ["ragged", "affine 8", "queries in a window"])
+def test_every_form_reads_the_same(name: str) -> None:
+    case = drawn(SHAPES[name], mx.float32)
+    given = (case.queries, case.keys, case.values, case.spans, case.scale, case.shape.window)
+    forms: list[Form] = ["folded", "host"] if WITHOUT_GPU else ["folded", "host", "fused"]
+    read = []
+    for form in forms:
+        with dispatch.forced(form):
+            read.append(dispatch.packed_attention(*given))
+    for other in read[1:]:
+        np.testing.assert_allclose(np.array(other.output), np.array(read[0].output), atol=4e-6)
+        np.testing.assert_allclose(np.array(other.lse), np.array(read[0].lse), atol=4e-6)
+
+
+@needs_gxx
+def test_joined_parts_are_the_whole_read() -> None:
+    """A trunk and a tail, read apart."""
+    case = drawn(SHAPES["one row"], mx.float32)
+    given = (case.queries, case.keys, case.values)
+    for form in ("folded", "host"):
+        with dispatch.forced(form):
+            whole = dispatch.packed_attention(*given, Spans.of([0], [23]), case.scale)
+            parts = [
+                dispatch.packed_attention(*given, Spans.of([start], [end]), case.scale)
+                for start, end in ((0, 17), (17, 23))
+            ]
+            joined = dispatch.join_segments(
+                mx.stack([part.output for part in parts], axis=-2),
+                mx.stack([part.lse for part in parts], axis=-1),
+            )
+        np.testing.assert_allclose(np.array(joined.output), np.array(whole.output), atol=4e-6)
+        np.testing.assert_allclose(np.array(joined.lse), np.array(whole.lse), atol=4e-6)
+
+
+def test_widths_without_a_kernel_take_the_products() -> None:
+    queries, plane = mx.ones((1, 2, 1, 40)), mx.ones((1, 1, 5, 40))
+    with dispatch.forced("fused"):
+        got = dispatch.packed_attention(queries, plane, plane, Spans.of([1], [4]), 0.1)
+    np.testing.assert_allclose(np.array(got.output), 1.0, atol=1e-6)
+
+
+@pytest.mark.skipif(not WITHOUT_GPU, reason="there is a GPU")
+def test_a_fused_read_without_a_gpu_says_so() -> None:
+    case = drawn(SHAPES["one row"], mx.float32)
+    with dispatch.forced("fused"), pytest.raises(RuntimeError, match="packed_attention needs a GPU"):
+        dispatch.packed_attention(case.queries, case.keys, case.values, case.spans, case.scale)
+
+
+def test_blocks_by_chip() -> None:
+    assert dispatch.decode_block("Apple M1 Max") == 128
+    assert dispatch.decode_block("Apple M4") == 512
+    assert dispatch.decode_block("NVIDIA H200") == 512
