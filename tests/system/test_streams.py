@@ -295,7 +295,7 @@ def test_an_unread_watch_is_cut_and_other_replies_still_come(
 def test_large_replies_arrive_as_they_were_sent(tiny_daemon: RunningDaemon, raw_client: RawClient) -> None:
     """B66: replies above 64 KiB, many on their way at once to two clients that read late, none rewritten."""
     clients = [raw_client(tiny_daemon, app=f"large-{i}") for i in range(2)]
-    names = [{f"{letter * 60}-{n:03}" for n in range(200)} for letter in "ab"]
+    names = [{f"{letter * 60}-{n:03}" for n in range(250)} for letter in "ab"]
     for client, own in zip(clients, names, strict=True):
         all_at_once(client, "open", [{"name": name} for name in own])
     asked = [(i, clients[i].send("list")) for _ in range(20) for i in (0, 1)]
