@@ -4,7 +4,6 @@
 // at barriers and collectives. The order in which waiting fibers go on is chosen by the caller: a missing barrier
 // shows as a result that depends on it. An index outside an array, lanes that meet in different collectives, and a
 // barrier that some thread never reaches end the launch with a message. Shared memory starts as NaN in each group.
-#pragma once
 
 #include <setjmp.h>
 #include <ucontext.h>

@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -44,6 +45,9 @@ C_TYPES = {
 AS_NUMPY = {mx.float16: mx.uint16, mx.bfloat16: mx.uint16}
 
 
+Run = Callable[..., bytes]
+
+
 class EmulationError(RuntimeError):
     """The kernel did what a GPU would have let pass: see the message."""
 
@@ -58,7 +62,12 @@ def host_run(launch: Launch, backwards: bool = False) -> list[mx.array]:
     Raises EmulationError, or RuntimeError when there is no compiler or it refuses the text.
     """
     types = tuple(C_TYPES[array.dtype] for array in launch.inputs)
-    run = _loaded(launch.kernel, types, tuple(C_TYPES[dtype] for dtype in launch.dtypes))
+    run = _built(launch.kernel, types, tuple(C_TYPES[dtype] for dtype in launch.dtypes))
+    return call(run, launch, backwards)
+
+
+def call(run: Run, launch: Launch, backwards: bool) -> list[mx.array]:
+    """What `host_run` does, with the library's function in hand."""
     given = [_to_numpy(array) for array in launch.inputs]
     made = [
         np.full((*shape, dtype.size), POISON, np.uint8)
@@ -100,11 +109,13 @@ extern "C" __attribute__((visibility("default"))) const char* run(
 
 
 @lru_cache(maxsize=BUILT_MAX)
-def _loaded(
-    kernel: Kernel, input_types: tuple[str, ...], output_types: tuple[str, ...]
-) -> ctypes._NamedFuncPointer:
-    library = _compiled(host_source(kernel, input_types, output_types), kernel.name)
-    run = ctypes.CDLL(str(library)).run
+def _built(kernel: Kernel, input_types: tuple[str, ...], output_types: tuple[str, ...]) -> Run:
+    return loaded(host_source(kernel, input_types, output_types), kernel.name)
+
+
+def loaded(text: str, name: str) -> Run:
+    """The function `run` of the C++ that `host_source` makes."""
+    run = ctypes.CDLL(str(_compiled(text, name))).run
     run.restype = ctypes.c_char_p
     run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_bool)
     return run

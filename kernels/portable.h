@@ -17,7 +17,6 @@
 //
 // Collectives are reached by all 32 lanes together, barriers by all threads. An infinity is only ever stored,
 // never computed with, so that a compiler's fast-math rules can't matter.
-#pragma once
 
 #if defined(__METAL_VERSION__)
 
@@ -59,12 +58,12 @@
 #define MINUS_INFINITY __int_as_float(int(0xff800000u))
 #define UNROLL _Pragma("unroll")
 
-static __device__ __forceinline__ float portable_sum(float x) {
+__device__ __forceinline__ float portable_sum(float x) {
   for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(0xffffffffu, x, step);
   return x;
 }
 
-static __device__ __forceinline__ float portable_max(float x) {
+__device__ __forceinline__ float portable_max(float x) {
   for (int step = 16; step > 0; step >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
   return x;
 }
