@@ -6,6 +6,7 @@ from stateroom.client.errors import EngineLost
 from stateroom.client.protocol import (
     OPERATIONS,
     Body,
+    CloseResult,
     Decode,
     DecodeResult,
     ErrorBody,
@@ -97,8 +98,10 @@ def unstarted(ticket: Ticket, why: str) -> Body:
     return LengthResult(length=length, receipt=receipt, finish="cancelled")
 
 
-def lost(ticket: Ticket, reason: str) -> ErrorBody:
-    """The end of a request whose worker died."""
+def lost(ticket: Ticket, reason: str) -> Body:
+    """The end of a request whose worker died. A `close` has what it wanted."""
+    if ticket.op == "close":
+        return CloseResult(freed_bytes=0)
     if ticket.session is None or ticket.op == "open":
         message, length = f"The engine stopped while this was opened ({reason}); send it again.", 0
     else:

@@ -150,6 +150,28 @@ def test_requests_wait_for_a_worker_that_dies_while_it_starts(
     assert room.stats().models[0]["deaths"] == 2
 
 
+def test_what_was_to_begin_or_end_when_the_worker_died(
+    own_daemon: RunningDaemon, raw_client: RawClient
+) -> None:
+    """B52: a `close` has happened, an `open` or `fork` has not; what is told and what is listed agree."""
+    client = raw_client(own_daemon, app="between")
+    closing, parent = client.open(PROMPT, name="closing"), client.open(PROMPT, name="parent")
+    worker = worker_of(own_daemon)
+    os.kill(worker, signal.SIGSTOP)
+    close = client.send("close", session=closing)
+    opened = client.send("open", tokens=PROMPT, name="opened")
+    fork = client.send("fork", session=parent, names=["left", "right"], n=2)
+    read = client.send("tokens", session=parent)  # busy: the fork has the session
+    assert client.final(read)["error"]["code"] == "busy"
+    os.kill(worker, signal.SIGKILL)
+    assert client.final(close)["kind"] == "result"
+    assert [client.final(each)["error"]["code"] for each in (opened, fork)] == ["engine_lost"] * 2
+    assert [session["name"] for session in client.ask("list")["sessions"]] == ["parent"]
+    client.open(PROMPT, name="opened")
+    assert client.ask("fork", session=parent, names=["left", "right"], n=2)["length"] == len(PROMPT)
+    assert client.ask("tokens", session="left")["tokens"] == PROMPT
+
+
 def test_a_stopped_worker_does_not_stop_the_daemon(
     own_daemon: RunningDaemon, connect_to: ConnectTo, tell: Tell
 ) -> None:
