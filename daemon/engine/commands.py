@@ -226,7 +226,8 @@ class Commands:
         if request.sampling is not None:
             check_sampling(request.sampling, self.loaded.vocab)
         inputs.check_tokens(request.stop_tokens or [], self.loaded.vocab, "stop_tokens")
-        self._admit((session, min(session.length + request.max_tokens, session.length + CAPACITY_STEP)))
+        coming = min(request.max_tokens, CAPACITY_STEP, self.loaded.context - session.length)
+        self._admit((session, session.length + coming))
         received = self.engine.clock_ms()
         missing = session.missing
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tests.engine.harness import Bench
-from tests.tiny import make_tiny_model
+from tests.tiny import CONTEXT, make_tiny_model
 
 from stateroom.client import protocol as p
 from stateroom.daemon.engine.batch import Batch
@@ -340,6 +340,14 @@ def test_budget_refuses_by_projected_bytes(loaded: object) -> None:
     assert len(bench.engine.sessions) == 2
     bench.call(p.Close(session=second))
     bench.open(PROMPT)
+
+
+def test_a_budget_for_the_whole_context_is_enough_for_its_last_tokens(loaded: object) -> None:
+    bench = Bench(loaded, kv_budget_bytes=int(CONTEXT * Bench(loaded).engine.bytes_per_token))  # type: ignore[arg-type]
+    session = bench.open([5] * (CONTEXT - 12))
+    body = bench.call(p.Decode(session=session, max_tokens=100, ignore_eos=True))
+    assert isinstance(body, p.DecodeResult)
+    assert (body.finish, body.length) == ("context", CONTEXT)
 
 
 def test_a_second_request_of_a_session_is_busy(bench: Bench) -> None:
