@@ -23,8 +23,9 @@ from stateroom.kernels.planes import Affine, Plane, arrays, dequantised, like, q
 from stateroom.kernels.source import Launch
 from stateroom.kernels.spans import Spans
 
-# Norm of the difference over the norm, of each head's output. Rounding to bfloat16 alone makes 1.6e-3.
-BOUND = {mx.float32: 2e-6, mx.float16: 1e-3, mx.bfloat16: 2e-3}
+# Of the norm of a head's output. Halves are computed in float32 too, so beyond this they may be off by one
+# rounding of the answer: in bfloat16 that alone is 1.1e-3 to 2.3e-3 of the norm.
+BOUND = 2e-6
 FORMS = ["reference", pytest.param("host", marks=pytest.mark.skipif(not host.compiler(), reason="no g++"))]
 
 
@@ -80,7 +81,7 @@ def drawn(shape: Shape, dtype: mx.Dtype, seed: int = 7) -> Case:
     spans = Spans.of(*zip(*shape.spans, strict=True))
 
     def plane(width: int, packing: tuple[int, int] | None) -> Plane:
-        numbers = random.normal(size=(rows, shape.kv_heads, shape.capacity, width)) + 0.5
+        numbers = random.normal(size=(rows, shape.kv_heads, shape.capacity, width)) + 0.75
         dense = mx.array(numbers.astype(np.float32)).astype(dtype)
         made = dense if packing is None else quantised(dense, group=packing[1], bits=packing[0])
         return poisoned(made, spans)
@@ -141,8 +142,9 @@ def check(form: str, case: Case) -> None:
         wanted, wanted_lse = attend_span(
             queries[row], keys[row, :, live], values[row, :, live], case.scale, case.shape.window
         )
-        away = np.linalg.norm(output[row] - wanted, axis=-1)
-        assert (away <= BOUND[dtype] * np.linalg.norm(wanted, axis=-1)).all(), row
+        rounding = mx.finfo(dtype).eps / 2 * np.abs(wanted)
+        within = BOUND * np.linalg.norm(wanted, axis=-1, keepdims=True) + rounding
+        assert (np.abs(output[row] - wanted) <= within).all(), row
         np.testing.assert_allclose(lse[row], wanted_lse, rtol=0, atol=4e-6)
 
 
