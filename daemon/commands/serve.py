@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import os
+from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -24,6 +26,9 @@ def serve(
         typer.Option(help="To load: an installed name, a directory, a GGUF file or a Hugging Face id."),
     ] = None,
     endpoint: Annotated[str | None, typer.Option(help="Where to listen", envvar="STATEROOM_ENDPOINT")] = None,
+    home: Annotated[
+        Path | None, typer.Option(help="Where models are installed", envvar="STATEROOM_HOME")
+    ] = None,
     kv_budget: Annotated[
         str | None, typer.Option(help="The most that sessions may take of the GPU's memory, like 8GiB.")
     ] = None,
@@ -41,6 +46,8 @@ def serve(
     """Run the daemon in the foreground, until Ctrl-C or `stateroom stop`."""
     from stateroom.daemon.serve import serve as run
 
+    if home is not None:
+        os.environ["STATEROOM_HOME"] = str(home.expanduser().resolve())  # for the workers, too
     try:
         where = endpoint or default_endpoint()
         check_endpoint(where)

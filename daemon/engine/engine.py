@@ -17,6 +17,8 @@ from typing import cast
 
 import mlx.core as mx
 
+from stateroom.caches import attention
+from stateroom.caches.probe import rows_agree
 from stateroom.caches.session import SessionCache
 from stateroom.client.errors import Internal, Numeric, StateroomError
 from stateroom.client.limits import BATCH_MAX
@@ -92,17 +94,19 @@ class Engine:
         self._learn()
 
     def _learn(self) -> None:
-        """One token through the model tells the geometry of its KV before anybody asks for some."""
+        """Before anybody asks: the attention seam, the geometry of the KV, whether rows can share a pass."""
+        attention.install(self.loaded.model)
         probe = SessionCache.create(self.loaded.model)
         mx.eval(probe.forward(self.loaded.model, mx.array([[0]], dtype=mx.uint32)), probe.arrays())
         self.bytes_per_token = probe.bytes_per_token
         self.kinds = [KindCaps(kind=k.kind, scheme=k.scheme, layers=k.layers) for k in probe.kinds()]
         self.trimmable = probe.trimmable
+        self.batchable = rows_agree(self.loaded.model)
         self.caps = Caps(
             trim="any" if probe.trimmable else "none",
             trim_floor=0,
             fork="copy",
-            batch=probe.batchable,
+            batch=self.batchable,
             speculative=False,
             kv=self.kinds,
             bytes_per_token=probe.bytes_per_token,
@@ -211,10 +215,10 @@ class Engine:
         self, batch: Batch, groups: dict[int, tuple[Batch, list[Stream]]], cache: SessionCache
     ) -> bool:
         coming = groups.get(id(batch), (batch, []))[1]
-        if len(batch.members) + len(coming) >= self.rows_max or not cache.batchable:
+        if len(batch.members) + len(coming) >= self.rows_max or not self.batchable:
             return False
         other = batch.cache if batch.cache is not None else coming[0].session.cache if coming else None
-        return other is None or (other.batchable and other.signature == cache.signature)
+        return other is None or other.signature == cache.signature
 
     def _step_batch(self, batch: Batch) -> None:
         if batch.lookahead:
