@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import mlx.core as mx
@@ -13,10 +13,11 @@ from stateroom.kernels.source import small_input
 
 @dataclass(frozen=True)
 class Spans:
-    """Made once a forward and shared by its layers. An empty span is legal."""
+    """Made once a forward and shared by its layers, as are the masks that it makes. An empty span is legal."""
 
     starts: tuple[int, ...]
     ends: tuple[int, ...]
+    _masks: dict[tuple[int, ...], mx.array] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, starts: Sequence[int], ends: Sequence[int]) -> Spans:
@@ -40,13 +41,19 @@ class Spans:
 
     def live(self, stored: int) -> mx.array:
         """bool [B, S]: the columns that hold tokens."""
-        column = mx.arange(stored)[None]
-        return (mx.array(self.starts)[:, None] <= column) & (column < mx.array(self.ends)[:, None])
+        if (stored,) not in self._masks:
+            starts, ends = mx.array(self.starts)[:, None], mx.array(self.ends)[:, None]
+            column = mx.arange(stored)[None]
+            self._masks[(stored,)] = (starts <= column) & (column < ends)
+        return self._masks[(stored,)]
 
     def seen(self, count: int, stored: int, window: int | None) -> mx.array:
         """bool [B, N, S]: what each of the last N tokens of a row sees, itself included."""
-        # One past the last column that a query sees: [B, N, 1].
-        ends = mx.array(self.ends)[:, None, None] - count + 1 + mx.arange(count)[None, :, None]
-        column = mx.arange(stored)[None, None]
-        seen = (mx.array(self.starts)[:, None, None] <= column) & (column < ends)
-        return seen if window is None else seen & (column >= ends - window)
+        key = (count, stored, -1 if window is None else window)
+        if key not in self._masks:
+            # One past the last column that a query sees: [B, N, 1].
+            ends = mx.array(self.ends)[:, None, None] - count + 1 + mx.arange(count)[None, :, None]
+            column = mx.arange(stored)[None, None]
+            seen = (mx.array(self.starts)[:, None, None] <= column) & (column < ends)
+            self._masks[key] = seen if window is None else seen & (column >= ends - window)
+        return self._masks[key]

@@ -5,8 +5,12 @@ from __future__ import annotations
 import mlx.core as mx
 
 from stateroom.kernels.join_segments.reference import Attended
-from stateroom.kernels.planes import Affine, Plane, arrays, like
+from stateroom.kernels.planes import Affine, Plane, arrays, dequantised, like
 from stateroom.kernels.spans import Spans
+
+# Queries of a KV head up to which mlx's quantised product is faster on x86: it dequantises for each anew.
+KEY_PRODUCT_MAX = 4
+VALUE_PRODUCT_MAX = 12
 
 
 def packed_attention(
@@ -17,7 +21,8 @@ def packed_attention(
     queries [B, H, N, D], keys [B, Hkv, S, D], values [B, Hkv, S, Dv], H a multiple of Hkv (head h reads KV
     head h // (H / Hkv)); of row i the columns [start, end) of `spans` hold tokens, the queries' own among
     them: query j sees those before end - N + 1 + j. Columns outside may hold anything, NaN too. Computed in
-    float32, all query heads of a KV head in one product; the output has the dtype of the queries.
+    float32, all query heads of a KV head in one product (a quantised one, for few queries); the output has
+    the dtype of the queries.
     """
     rows, heads, count, width = queries.shape
     _, kv_heads, stored, _ = keys.shape
@@ -48,16 +53,16 @@ def _without_junk(plane: Plane, spans: Spans) -> Plane:
 
 def _times_transposed(left: mx.array, plane: Plane) -> mx.array:
     """[..., M, D] and [..., S, D] → [..., M, S]."""
-    if isinstance(plane, Affine):
+    if isinstance(plane, Affine) and left.shape[-2] <= KEY_PRODUCT_MAX:
         return _quantised_product(left, plane, transpose=True)
-    return left @ plane.astype(mx.float32).swapaxes(-1, -2)
+    return left @ dequantised(plane).swapaxes(-1, -2)
 
 
 def _times(left: mx.array, plane: Plane) -> mx.array:
     """[..., M, S] and [..., S, D] → [..., M, D]."""
-    if isinstance(plane, Affine):
+    if isinstance(plane, Affine) and left.shape[-2] <= VALUE_PRODUCT_MAX:
         return _quantised_product(left, plane, transpose=False)
-    return left @ plane.astype(mx.float32)
+    return left @ dequantised(plane)
 
 
 def _quantised_product(left: mx.array, plane: Affine, transpose: bool) -> mx.array:
