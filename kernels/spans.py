@@ -13,7 +13,7 @@ from stateroom.kernels.source import small_input
 
 @dataclass(frozen=True)
 class Spans:
-    """Made once a forward and shared by its layers, as are the masks that it makes. An empty span is legal."""
+    """Made once a forward and shared by its layers, and so are its masks. An empty span is legal."""
 
     starts: tuple[int, ...]
     ends: tuple[int, ...]
