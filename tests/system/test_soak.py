@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
-from tests.conftest import RunningDaemon
-from tests.system.conftest import ConnectTo, Tell
-from tests.system.footprint import Footprint, broker_and_worker, growth, mib
+from tests.conftest import RunningDaemon, StartDaemon
+from tests.system.conftest import ConnectTo, Tell, await_model
+from tests.system.footprint import Footprint, broker_and_worker, growth, mib, seconds_until
 
 from stateroom.client import Room, Session
+from stateroom.client.errors import EngineLost
 
 pytestmark = pytest.mark.system
 
-SOAK_S = 40.0
-WARM_S = 16.0  # until caches, pools and buffers have their size
+SOAK_S = 30.0
+WARM_S = 12.0  # until caches, pools and buffers have their size
 CLIENTS = 4
 SEED = 51
 SESSIONS_MAX = 6  # of one client
 BROKER_BYTES_MAX = 4 * 2**20  # by which it may grow after it is warm
 WORKER_BYTES_MAX = 24 * 2**20
 LOOPS_MIN = 40  # of each client
+CRASHES_S = 12.0
+DEATHS_MAX = 4  # more of them in so short a time, and requests are refused until a pause is over
+PAUSES_S = (0.3, 3.0)  # between two deaths
+GREEDY = 6
 
 
 @dataclass
@@ -34,15 +42,23 @@ class Churn:
     draw: random.Random
     until: float
     loops: int = 0
+    lost: int = 0
+    crashes: bool = False  # the engine may be lost under a request; all else is an error
+    sessions: list[Session] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
 
     def run(self) -> None:
         try:
-            sessions: list[Session] = []
             while time.monotonic() < self.until:
-                self.turn(sessions)
-                self.loops += 1
-            for session in sessions:
+                try:
+                    self.turn(self.sessions)
+                    self.loops += 1
+                except EngineLost:
+                    if not self.crashes:
+                        raise
+                    self.lost += 1
+                    time.sleep(0.05)  # the next worker may be seconds away
+            for session in [] if self.crashes else self.sessions:
                 session.close()
         except BaseException as error:
             self.errors.append(error)
@@ -117,6 +133,59 @@ def flat(seen: list[Footprint], warm: int, name: str, bound: int, tell: Tell) ->
     assert grown < bound
     assert max(one.files for one in after) <= max(one.files for one in before)
     assert max(one.threads for one in after) <= max(one.threads for one in before)
+
+
+def test_churn_while_workers_die(
+    start_daemon: StartDaemon, tiny_folder: Path, connect_to: ConnectTo, tell: Tell
+) -> None:
+    """B52: whatever was running when; every request ends once, and every session holds what it says."""
+    daemon = start_daemon(model=tiny_folder)
+    await_model(daemon)
+    draw = random.Random(SEED)
+    until = time.monotonic() + CRASHES_S
+    clients = [
+        Churn(connect_to(daemon, f"crash-{i}"), random.Random(SEED + i), until, crashes=True)
+        for i in range(CLIENTS)
+    ]
+    threads = [threading.Thread(target=client.run, daemon=True) for client in clients]
+    for thread in threads:
+        thread.start()
+    killed = 0
+    while time.monotonic() < until and killed < DEATHS_MAX:
+        time.sleep(draw.uniform(*PAUSES_S))
+        for worker in daemon.workers():
+            os.kill(worker, signal.SIGKILL)
+            killed += 1
+    for thread in threads:
+        thread.join(30)
+    errors = [error for client in clients for error in client.errors]
+    assert not errors, errors
+    room = clients[0].room
+    seconds_until(lambda: room.stats().gauges["engines_ready"] == 1, 30, "the last worker is there")
+    checked = sum(check_sessions(client) for client in clients)
+    lost, loops = sum(client.lost for client in clients), sum(client.loops for client in clients)
+    tell(
+        f"{killed} workers killed under {loops} operations, {lost} lost; {checked} sessions as they should be"
+    )
+    assert killed >= 3
+    assert lost >= 1
+    gauges = room.stats().gauges
+    assert (gauges["running"], gauges["queued"]) == (0, 0)
+
+
+def check_sessions(client: Churn) -> int:
+    """Each goes on as a fresh session with the same tokens does."""
+    listed = client.room.list()
+    for info in listed:
+        session = client.room.session(info.session)
+        held = session.tokens().tokens
+        assert len(held) == info.length
+        if held:
+            with client.room.open(tokens=held) as fresh:
+                wanted = fresh.decode(GREEDY, ignore_eos=True).wait().tokens
+            assert session.decode(GREEDY, ignore_eos=True).wait().tokens == wanted
+        session.close()
+    return len(listed)
 
 
 def test_streams_without_end_cost_no_memory(
