@@ -12,6 +12,7 @@ from stateroom.kernels.host import host_run
 from stateroom.kernels.join_segments import fused, reference
 from stateroom.kernels.join_segments.reference import Attended
 
+pytestmark = pytest.mark.usefixtures("computed_on_the_cpu")
 FORMS = ["reference", pytest.param("host", marks=pytest.mark.skipif(not host.compiler(), reason="no g++"))]
 
 

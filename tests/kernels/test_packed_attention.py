@@ -26,6 +26,7 @@ from stateroom.kernels.spans import Spans
 # Of the norm of a head's output. Halves are computed in float32 too, so beyond this they may be off by one
 # rounding of the answer: in bfloat16 that alone is 1.1e-3 to 2.3e-3 of the norm.
 BOUND = 2e-6
+pytestmark = pytest.mark.usefixtures("computed_on_the_cpu")
 FORMS = ["reference", pytest.param("host", marks=pytest.mark.skipif(not host.compiler(), reason="no g++"))]
 
 
