@@ -41,6 +41,7 @@ class Batch:
     members: list[Stream] = field(default_factory=list)
     cache: SessionCache | None = None
     flight: Flight | None = None
+    landing: Flight | None = None  # being read; its streams may have left already
 
     def join(self, streams: Sequence[Stream]) -> None:
         """Takes the sessions' rows in; their KV must hold all but the pending token."""

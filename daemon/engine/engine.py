@@ -241,6 +241,7 @@ class Engine:
         """Reads a step's draws and tells them; streams that ended leave with their rows."""
         if flight is None:
             return
+        batch.landing = flight
         mx.eval(flight.drawn.arrays())
         tokens = cast("list[int]", flight.drawn.tokens.tolist())
         finite = cast("list[bool]", flight.drawn.finite.tolist())
@@ -275,6 +276,7 @@ class Engine:
                 self.fail(stream.rid, error, self.journal(stream.session, stream.base))
             else:
                 self._finish_stream(stream)
+        batch.landing = None
 
     def _finish_stream(self, stream: Stream) -> None:
         self._close_stream(stream)
@@ -300,8 +302,9 @@ class Engine:
 
     def _batch_failed(self, batch: Batch, error: BaseException) -> None:
         """A step raised: its streams end by name, and their sessions go back to their tokens."""
-        streams = set(batch.members) | set(batch.flight.members if batch.flight is not None else ())
-        batch.members, batch.cache, batch.flight = [], None, None
+        flights = [flight for flight in (batch.flight, batch.landing) if flight is not None]
+        streams = set(batch.members).union(*(flight.members for flight in flights))
+        batch.members, batch.cache, batch.flight, batch.landing = [], None, None, None
         for stream in streams:
             if stream.rid in self.requests:
                 self._stream_failed(stream, error)

@@ -13,6 +13,7 @@ from tests.tiny import CONTEXT, make_tiny_model
 
 from stateroom.client import protocol as p
 from stateroom.daemon.engine.batch import Batch
+from stateroom.daemon.engine.sampling import Drawn
 from stateroom.daemon.scheduler import QUANTUM_MIN, Pace
 
 PROMPT = [10, 20, 30, 40, 50, 60, 70]
@@ -438,6 +439,32 @@ def test_a_failure_in_the_batch_ends_its_streams_by_name(
         assert bench.decode(session, 3, ignore_eos=True).tokens == greedy(
             bench, bench.session(session).tokens[:-3], 3
         )
+
+
+def test_a_last_draw_that_can_not_be_read_ends_its_stream_by_name(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B16: by then its row has left the batch, and no step in flight names it any more."""
+    short, long = bench.open(PROMPT), bench.open([9] * 12)
+    rids = [
+        bench.start(p.Decode(session=s, max_tokens=n, ignore_eos=True)) for s, n in ((short, 3), (long, 30))
+    ]
+    while len(bench.bodies[rids[0]]) < 2:
+        bench.engine.step()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(Drawn, "read_logprobs", fail)
+    bench.engine.step()
+    monkeypatch.undo()
+    bench.idle()
+    for rid in rids:
+        body = bench.final(rid)
+        assert isinstance(body, p.ErrorBody)
+        assert body.code == "internal"
+    for session in (short, long):
+        bench.check_law(session)
 
 
 def test_a_merge_that_fails_leaves_those_who_decode_alone(
