@@ -18,6 +18,7 @@ from typing import cast
 import mlx.core as mx
 
 from stateroom.caches import attention
+from stateroom.caches.errors import UnknownKind
 from stateroom.caches.probe import rows_agree
 from stateroom.caches.session import SessionCache
 from stateroom.client.errors import Internal, Numeric, StateroomError
@@ -27,6 +28,7 @@ from stateroom.daemon.engine.batch import Batch, Flight
 from stateroom.daemon.engine.blas_threads import BlasThreads
 from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.model import LoadedModel
+from stateroom.daemon.engine.problem import ModelError
 from stateroom.daemon.engine.score import Score
 from stateroom.daemon.engine.session import Session
 from stateroom.daemon.engine.stream import Stream
@@ -94,9 +96,18 @@ class Engine:
         self._learn()
 
     def _learn(self) -> None:
-        """Before anybody asks: the attention seam, the geometry of the KV, whether rows can share a pass."""
+        """Before anybody asks: the attention seam, the geometry of the KV, whether rows can share a pass.
+
+        Raises:
+            ModelError: some layer keeps its state in a way that isn't understood; the message names it.
+        """
         attention.install(self.loaded.model)
-        probe = SessionCache.create(self.loaded.model)
+        try:
+            probe = SessionCache.create(self.loaded.model)
+        except UnknownKind as error:
+            raise ModelError(
+                f"The model {self.loaded.id} can't be served: {error}.", permanent=True
+            ) from error
         mx.eval(probe.forward(self.loaded.model, mx.array([[0]], dtype=mx.uint32)), probe.arrays())
         self.bytes_per_token = probe.bytes_per_token
         self.kinds = [KindCaps(kind=k.kind, scheme=k.scheme, layers=k.layers) for k in probe.kinds()]

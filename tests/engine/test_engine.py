@@ -7,12 +7,13 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ConcatenateKVCache, KVCache, make_prompt_cache
 from tests.engine.harness import Bench
 from tests.tiny import CONTEXT, make_tiny_model
 
 from stateroom.client import protocol as p
 from stateroom.daemon.engine.batch import Batch
+from stateroom.daemon.engine.problem import ModelError
 from stateroom.daemon.engine.sampling import Drawn
 from stateroom.daemon.scheduler import QUANTUM_MIN, Pace
 
@@ -325,6 +326,17 @@ def test_ids_past_the_vocabulary_are_refused(
     assert str(token) in body.message
     assert bench.session(session).tokens == PROMPT
     bench.check_law(session)
+
+
+def test_a_model_with_layers_not_understood_is_refused_by_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For good: the worker tells the broker so, instead of dying again and again."""
+    loaded = make_tiny_model("llama")
+    monkeypatch.setattr(
+        type(loaded.model), "make_cache", lambda _: [KVCache(), ConcatenateKVCache()], raising=False
+    )
+    with pytest.raises(ModelError, match="ConcatenateKVCache") as refused:
+        Bench(loaded)
+    assert refused.value.permanent
 
 
 def test_budget_refuses_by_projected_bytes(loaded: object) -> None:
