@@ -18,7 +18,7 @@ from stateroom.client import Session
 
 PEER = "stream_generate"
 ROUNDS = 3
-TOKENS = 64
+TOKENS = 48
 SHORT, LONG = 64, 1000  # tokens of the prompts
 LEAST = 0.97
 
@@ -53,13 +53,13 @@ class Rounds:
         self.ways = sides.peer.ways()
         self.ours: list[Run] = []
         self.peer: dict[bool, list[Run]] = {switched: [] for switched in self.ways}
-        for _ in range(rounds):
+        for i in range(rounds):
             self.ours.append(through_daemon(sides, prompt, tokens))
-            for switched in self.ways:
+            for switched in self.ways[: 1 if i else None]:  # as it comes only once: it has no goal
                 self.peer[switched].append(sides.peer.generate(prompt, tokens, switched))
         self.tokens = {
             switched: together(
-                [agreement(sides, prompt, *pair) for pair in zip(self.ours, runs, strict=True)]
+                [agreement(sides, prompt, *pair) for pair in zip(self.ours, runs, strict=False)]
             )
             for switched, runs in self.peer.items()
         }
@@ -72,7 +72,7 @@ class Rounds:
             Measurement(
                 claim=claim,
                 unit=figure(self.ours[0])[1],
-                ours=tuple(figure(run)[0] for run in self.ours),
+                ours=tuple(figure(run)[0] for run in self.ours[: len(self.peer[switched])]),
                 peer=tuple(figure(run)[0] for run in self.peer[switched]),
                 peer_name=f"{PEER}{', threads switched' if switched else ''}",
                 lower_is_better=lower_is_better,
