@@ -7,13 +7,14 @@ know (vocabulary, context, cache kinds, budget) is checked here.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 
-from stateroom.caches.layout import capacity_for
+from stateroom.caches.layout import CAPACITY_STEP, capacity_for
 from stateroom.client import protocol as p
 from stateroom.client.errors import Busy, Capacity, Exists, Invalid, NotFound, TooLong, Unsupported
 from stateroom.daemon.engine import inputs
@@ -26,7 +27,6 @@ from stateroom.daemon.engine.stream import Stream
 from stateroom.daemon.link import Adopt, CancelCommand, Command
 
 RETRY_AFTER_S = 5.0  # told with `capacity`; sessions close or end in about that time
-CAPACITY_STEP = 256  # tokens by which a row grows; admission counts whole steps
 
 
 class Commands:
@@ -110,7 +110,12 @@ class Commands:
         session = Session(command.session, background=request.session_class == "background")
         self.engine.sessions[session.id] = session
         fill = Fill(
-            command.rid, session, plan(session, 0, tokens), self._opened(request), self.engine.clock_ms()
+            command.rid,
+            session,
+            plan(session, 0, tokens),
+            self._opened(request),
+            self.engine.clock_ms(),
+            opens=True,
         )
         self.engine.begin_work(fill)
 
@@ -137,7 +142,7 @@ class Commands:
         session = self._idle_session(command)
         tokens, added = inputs.appended(self.loaded, session, request)
         inputs.check_length(session.length + len(tokens), self.loaded.context)
-        if not tokens:
+        if not tokens and not session.missing:  # else what is missing is computed, as by any operation
             self.engine.unchanged(command.rid, session)
             return
         self._change(
@@ -312,6 +317,8 @@ class Commands:
     def _scored(self, work: Work) -> None:
         assert isinstance(work, Score)
         engine, session = self.engine, work.session
+        if not all(map(math.isfinite, work.logprobs)):
+            raise engine.without_numbers(session)
         # A cancelled score tells what it had; the list is then shorter than the continuation.
         engine.answer(work.rid, work.result(), engine.journal(session, session.length))
 

@@ -276,18 +276,22 @@ class Engine:
         batch.leave([stream for stream, _ in ended if stream in batch.members])
         for stream, numeric in ended:
             if numeric:
-                stream.session.drop_kv()
-                length = stream.session.length
-                error = Numeric(
-                    "The model gave NaN or infinite logits for this session; its KV was dropped and will "
-                    "be computed again from its tokens when it is next used.",
-                    length=length,
-                )
+                error = self.without_numbers(stream.session)
                 self._close_stream(stream)
                 self.fail(stream.rid, error, self.journal(stream.session, stream.base))
             else:
                 self._finish_stream(stream)
         batch.landing = None
+
+    @staticmethod
+    def without_numbers(session: Session) -> Numeric:
+        """What to answer when its logits aren't finite. The KV goes, where what spoiled them may lie."""
+        session.drop_kv()
+        return Numeric(
+            "The model gave NaN or infinite logits for this session; its KV was dropped and will "
+            "be computed again from its tokens when it is next used.",
+            length=session.length,
+        )
 
     def _finish_stream(self, stream: Stream) -> None:
         self._close_stream(stream)
@@ -403,7 +407,7 @@ class Engine:
                 work.start(self.clock_ms())
             work.end()
         except Exception as error:
-            self.fail(work.rid, error, self.journal(work.session, 0))
+            self._refuse_work(work, error)
 
     def _work_failed(self, work: Work, error: BaseException) -> None:
         self.fills.remove(work)
@@ -411,6 +415,11 @@ class Engine:
         if isinstance(work, Fill):
             work.end_cancelled()
             work.session.drop_kv()
+        self._refuse_work(work, error)
+
+    def _refuse_work(self, work: Work, error: BaseException) -> None:
+        if isinstance(work, Fill) and work.opens:
+            self.sessions.pop(work.session.id, None)
         self.fail(work.rid, error, self.journal(work.session, 0))
 
     def finish_fill(self, fill: Fill) -> None:

@@ -29,6 +29,7 @@ class Fill:
     then: Callable[[Fill], None]
     received_ms: float
     progress: bool = False
+    opens: bool = False  # its session is new, and goes again if it fails
     started_ms: float | None = None
     before: int = 0  # the session's length before the change
     computed: int = 0
@@ -59,7 +60,8 @@ class Fill:
         since = self.received_ms if self.started_ms is None else self.started_ms
         ms = round(now_ms - since, 3)
         if self.started_ms is None:
-            return Receipt(reused=session.length, source=self.source(session.length), why="cancelled", ms=ms)
+            there = session.length if not session.missing else session.stored
+            return Receipt(reused=there, source=self.source(there), why="cancelled", ms=ms)
         reused = min(change.reused, session.length)
         return Receipt(
             reused=reused,

@@ -422,6 +422,23 @@ def test_a_session_of_nan_fails_alone_and_heals(bench: Bench) -> None:
     bench.check_law(clean)
 
 
+def test_a_score_of_nan_fails_by_name_and_heals(bench: Bench) -> None:
+    """X6: no NaN travels, and the next score is computed from the tokens."""
+    session = bench.open(PROMPT)
+    wanted = bench.call(p.Score(session=session, tokens=[1, 2, 3]))
+    cache = bench.session(session).cache
+    assert cache is not None
+    cache._full.planes[:] = [mx.full(plane.shape, float("nan")) for plane in cache._full.planes]
+    failed = bench.call(p.Score(session=session, tokens=[1, 2, 3]))
+    assert isinstance(failed, p.ErrorBody)
+    assert (failed.code, failed.details) == ("numeric", {"length": len(PROMPT)})
+    again = bench.call(p.Score(session=session, tokens=[1, 2, 3]))
+    assert isinstance(wanted, p.ScoreResult)
+    assert isinstance(again, p.ScoreResult)
+    assert again.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
+    bench.check_law(session)
+
+
 @pytest.mark.parametrize("method", ["join", "launch", "leave"])
 def test_a_failure_in_the_batch_ends_its_streams_by_name(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, method: str
@@ -522,6 +539,18 @@ def test_a_failure_in_a_quantum_ends_that_prefill_by_name(
     assert bench.session(session).tokens[: len(PROMPT)] == PROMPT
 
 
+def test_an_open_that_fails_leaves_no_session(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stateroom.caches.session import SessionCache
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(SessionCache, "forward", fail)
+    body = bench.call(p.Open(tokens=PROMPT))
+    assert isinstance(body, p.ErrorBody)
+    assert not bench.engine.sessions
+
+
 # ---------------------------------------------------------------- score, tokens, recovery
 
 
@@ -561,6 +590,10 @@ def test_adopted_session_is_computed_when_touched(bench: Bench) -> None:
     assert isinstance(body, p.DecodeResult)
     assert body.tokens == greedy(bench, PROMPT, 4)
     assert body.usage.prefilled == len(PROMPT)
+    bench.adopt("idle", PROMPT)
+    nothing = bench.call(p.Prefill(session="idle", tokens=[]))
+    assert isinstance(nothing, p.LengthResult)
+    assert (nothing.receipt.reused, nothing.receipt.prefilled) == (0, len(PROMPT))
     bench.adopt("other", PROMPT, background=True)
     assert bench.session("other").background
     synced = bench.call(p.Sync(session="other", tokens=[*PROMPT, 1]))
