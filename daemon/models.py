@@ -44,11 +44,15 @@ class ModelsError(Exception):
 
 @dataclass(frozen=True)
 class InstalledModel:
-    """A model by the name that clients use. `bytes`: of all its files."""
+    """A model by the name that clients use."""
 
     name: str
     path: Path
-    bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Of all its files; walks them."""
+        return _size(self.path)
 
 
 def models_dir() -> Path:
@@ -82,7 +86,7 @@ def list_installed(folder: Path | None = None) -> list[InstalledModel]:
     except FileNotFoundError:
         return []
     return [
-        InstalledModel(entry.name, entry, _size(entry))
+        InstalledModel(entry.name, entry)
         for entry in entries
         if entry.is_dir() and re.fullmatch(NAME_PATTERN, entry.name) and not entry.name.startswith(".")
     ]
@@ -126,7 +130,7 @@ def add_demo(progress: ReportProgress | None = None, folder: Path | None = None)
         except OSError as error:
             raise ModelsError(f"The demo model can't be written to {folder}: {error}") from error
     report(report.total)
-    return InstalledModel(DEMO, target, _size(target))
+    return InstalledModel(DEMO, target)
 
 
 def _install(folder: Path, target: Path, report: _Progress) -> None:
