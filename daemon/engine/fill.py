@@ -66,7 +66,8 @@ class Fill:
         return Receipt(
             reused=reused,
             source=self.source(reused),
-            prefilled=session.length - reused,
+            # A trim without replay leaves what is missing to whoever needs it.
+            prefilled=0 if session.missing else session.length - reused,
             trimmed=max(self.before - change.keep, 0),
             why="cancelled" if self.cancelled else change.why,
             ms=ms,

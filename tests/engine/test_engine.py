@@ -603,6 +603,16 @@ def test_adopted_session_is_computed_when_touched(bench: Bench) -> None:
     bench.check_law("other")
 
 
+def test_a_trim_of_a_session_without_kv_computes_nothing(bench: Bench) -> None:
+    """The receipt claims neither reuse nor work; the decode that follows tells what it computed."""
+    bench.adopt("lost", PROMPT)
+    body = bench.call(p.Trim(session="lost", to=5))
+    assert isinstance(body, p.LengthResult)
+    assert (body.length, body.receipt.reused, body.receipt.prefilled, body.receipt.trimmed) == (5, 0, 0, 2)
+    assert bench.decode("lost", 2).usage.prefilled == 5
+    bench.check_law("lost")
+
+
 def test_idle_engine_holds_nothing_but_its_sessions(bench: Bench) -> None:
     """Conservation: what is held is what the sessions hold; closing all gives all back."""
     sessions = [bench.open([n + 1] * (20 + n)) for n in range(4)]
