@@ -289,7 +289,10 @@ Source = Literal["session", "fork", "shared", "snapshot", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class Receipt:
-    """What an operation reused and what it had to compute; reused + prefilled is the session's length."""
+    """What an operation reused and what it had to compute; together they are the session's length.
+
+    Only a trim without replay, of a session whose KV is gone, leaves both at 0 for what is still missing.
+    """
 
     reused: int = 0  # tokens kept, whose KV was already there
     source: Source = "none"
