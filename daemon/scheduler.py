@@ -10,6 +10,7 @@ background's when any waits there, so that nothing starves.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -95,7 +96,7 @@ class FillQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self.interactive) + len(self.background)
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[T]:
         yield from self.interactive
         yield from self.background
 

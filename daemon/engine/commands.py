@@ -80,11 +80,8 @@ class Commands:
         budget = self.engine.kv_budget_bytes
         if budget is None:
             return
-        needed = 0
-        for session, length in growths:
-            held = session.kv_bytes if session is not None else 0
-            needed += max(int(capacity_for(length) * self.engine.bytes_per_token) - held, 0)
-        free = budget - self.engine.kv_bytes
+        needed = sum(self._growth(session, length) for session, length in growths)
+        free = budget - self.engine.kv_bytes - self._promised()
         if needed > free:
             raise Capacity(
                 f"This needs {needed} bytes of KV and {max(free, 0)} are free; close sessions or try again.",
@@ -92,6 +89,20 @@ class Commands:
                 free_bytes=max(free, 0),
                 retry_after_s=RETRY_AFTER_S,
             )
+
+    def _growth(self, session: Session | None, length: int) -> int:
+        """Bytes that a session (None: a new one) has still to take to hold so many tokens."""
+        held = session.kv_bytes if session is not None else 0
+        return max(int(capacity_for(length) * self.engine.bytes_per_token) - held, 0)
+
+    def _promised(self) -> int:
+        """Bytes that prefills and scores admitted earlier have still to take."""
+        return sum(
+            self._growth(work.session, work.change.length)
+            if isinstance(work, Fill)
+            else self._growth(None, work.session.length + len(work.continuation))  # on a copy
+            for work in self.engine.fills
+        )
 
     # ------------------------------------------------------------ opening, content
 

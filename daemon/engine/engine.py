@@ -348,8 +348,8 @@ class Engine:
         """Awaits the quantum in flight and launches the next."""
         self._land_quantum()
         self._measure_turn()
-        for work in [work for work in self.fills if work.cancelled]:
-            self._end_work(work)
+        for cancelled in [work for work in self.fills if work.cancelled]:
+            self._end_work(cancelled)
         if len(self.fills) and self.batches and self.pace.alone_due():
             return
         work = self.fills.turn()

@@ -355,6 +355,15 @@ def test_budget_refuses_by_projected_bytes(loaded: object) -> None:
     bench.open(PROMPT)
 
 
+def test_budget_counts_what_was_admitted_and_is_not_there_yet(loaded: object) -> None:
+    row = int(256 * Bench(loaded).engine.bytes_per_token)  # type: ignore[arg-type]
+    bench = Bench(loaded, kv_budget_bytes=2 * row)  # type: ignore[arg-type]
+    rids = [bench.start(p.Open(tokens=PROMPT)) for _ in range(5)]
+    bench.idle()
+    assert [isinstance(bench.final(rid), p.OpenResult) for rid in rids] == [True, True, False, False, False]
+    assert bench.engine.kv_bytes <= 2 * row
+
+
 def test_a_budget_for_the_whole_context_is_enough_for_its_last_tokens(loaded: object) -> None:
     bench = Bench(loaded, kv_budget_bytes=int(CONTEXT * Bench(loaded).engine.bytes_per_token))  # type: ignore[arg-type]
     session = bench.open([5] * (CONTEXT - 12))
