@@ -29,7 +29,7 @@ PROBE_S = 120.0  # mlx's first import on a cold disk
 HELLO_S = 3.0
 DISK_BYTES_MIN = 2 * 2**30  # a small model with room to convert it
 
-INSTALL = "pip install --upgrade 'stateroom[daemon]' (Linux with an NVIDIA GPU: 'stateroom[daemon,cuda]')"
+INSTALL = "pip install 'stateroom[daemon]' (Linux with an NVIDIA GPU: 'stateroom[daemon,cuda]')"
 ELSEWHERE = "Set STATEROOM_RUNTIME_DIR to a directory of yours."
 
 # Runs beside the doctor: a broken GPU driver or BLAS may abort the process that touches it.
