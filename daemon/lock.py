@@ -62,9 +62,12 @@ class Lock:
         """Takes the lock and writes who has it.
 
         Raises:
-            Leave: another process holds it.
+            Leave: another process holds it, or the file can't be opened.
         """
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise Leave(FORBIDDEN, f"The lock file {self.path} can't be opened: {error.strerror}.") from error
         file = os.fdopen(descriptor, "r+", encoding="utf-8")
         if not _exclusive(file):
             file.close()

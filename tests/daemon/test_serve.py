@@ -19,8 +19,8 @@ import pytest
 import zmq
 from tests.daemon.rig import Raw
 
-from stateroom.daemon.exits import CONFIG, FORBIDDEN, OK, RUNNING
-from stateroom.daemon.lock import LOCK_NAME, holder
+from stateroom.daemon.exits import CONFIG, FORBIDDEN, OK, RUNNING, Leave
+from stateroom.daemon.lock import LOCK_NAME, Lock, holder
 
 RUN_DAEMON = Path(__file__).with_name("run_daemon.py")
 ROOT = Path(__file__).parent.parent.parent
@@ -172,6 +172,15 @@ def test_a_directory_that_others_can_write_is_refused(place: Place) -> None:
     place.run.chmod(0o755)
     place.start()
     assert place.client().ask("list")["kind"] == "result"
+
+
+def test_a_lock_that_can_not_be_opened_is_said_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / LOCK_NAME
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Leave, match=str(path)) as refused:
+        Lock(path).take("ipc:///nowhere")
+    assert refused.value.code == FORBIDDEN
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_lock_left_by_another_process_id_is_no_lock(place: Place) -> None:
