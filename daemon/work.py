@@ -165,7 +165,8 @@ class Work:
 
     def _busy(self, ticket: Ticket, session: Session) -> Busy:
         other = self._tickets.get(session.held) or self._tickets.get(session.running)
-        request: dict[str, object] = {"op": other.op if other else None}
+        # A session without a request of its own that isn't idle is a child whose `fork` isn't answered yet.
+        request: dict[str, object] = {"op": other.op if other else "fork"}
         if other is not None and other.peer is not None and other.peer is ticket.peer:
             request["id"] = other.id
         return Busy(

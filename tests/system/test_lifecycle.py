@@ -163,6 +163,8 @@ def test_what_was_to_begin_or_end_when_the_worker_died(
     fork = client.send("fork", session=parent, names=["left", "right"], n=2)
     read = client.send("tokens", session=parent)  # busy: the fork has the session
     assert client.final(read)["error"]["code"] == "busy"
+    early = client.send("tokens", session="left")  # so is a child that isn't answered for yet
+    assert client.final(early)["error"]["details"]["request"] == {"op": "fork"}
     os.kill(worker, signal.SIGKILL)
     assert client.final(close)["kind"] == "result"
     assert [client.final(each)["error"]["code"] for each in (opened, fork)] == ["engine_lost"] * 2
