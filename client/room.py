@@ -87,13 +87,7 @@ class Room:
         """What the daemon said of itself when this Room (last) connected: version, models, limits."""
         return self._thread.greeting
 
-    def open(
-        self,
-        *,
-        on_progress: OnProgress | None = None,
-        timeout_s: float | None = None,
-        **options: Unpack[OpenOptions],
-    ) -> Session:
+    def open(self, *, timeout_s: float | None = None, **options: Unpack[OpenOptions]) -> Session:
         """Opens a session, and prefills it with `text`, `tokens` or `messages` where given.
 
         Other options: `model`, `name`, `kv`, `session_class`, `ttl_s`; see `OpenOptions`.
@@ -208,13 +202,7 @@ class AsyncRoom:
         """As `Room.server`; there once it is connected."""
         return self._socket.greeting
 
-    async def open(
-        self,
-        *,
-        on_progress: OnProgress | None = None,
-        timeout_s: float | None = None,
-        **options: Unpack[OpenOptions],
-    ) -> AsyncSession:
+    async def open(self, *, timeout_s: float | None = None, **options: Unpack[OpenOptions]) -> AsyncSession:
         """As `Room.open`."""
         request = Open(**inputs_of(options))
         result = await self.call(request, OpenResult, timeout_s=timeout_s)
