@@ -34,7 +34,7 @@ REQUESTS_PER_CLIENT_MAX = 256  # open at once on one connection
 REQUESTS_QUEUED_MAX = 1_024  # open at once in the daemon
 OUTBOX_MESSAGES_MAX = 1_024  # replies waiting for one client that does not read
 
-NAME_PATTERN = r"[A-Za-z0-9._-]{1,64}"
+NAME_PATTERN = rf"[A-Za-z0-9._-]{{1,{NAME_MAX}}}"
 
 
 @dataclass(frozen=True)

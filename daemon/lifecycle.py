@@ -163,7 +163,3 @@ def after(table: Mapping[State, Mapping[Event, State]], state: State, event: Eve
     if following is None:
         raise IllegalEvent(f"{type(state).__name__} {state.value} cannot take {event.value}")
     return following
-
-
-def possible(table: Mapping[State, Mapping[Event, State]], state: State, event: Event) -> bool:
-    return event in table[state]

@@ -18,7 +18,7 @@ import mlx.core as mx
 from stateroom.daemon.engine.problem import ModelError
 
 GROUP = 32  # values that share a scale, in every quantised form of GGUF that mlx reads
-CONTEXT_DEFAULT = 4096  # tokens, for a file that doesn't say
+CONTEXT_DEFAULT = 4096  # tokens, for a model that doesn't say
 
 _NAMES = {
     "token_embd": "model.embed_tokens",

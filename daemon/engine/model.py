@@ -44,7 +44,6 @@ with _limits_kept():
     import mlx_lm.utils
 
 MESSAGE_CHARACTERS_MAX = 300  # of another library's message in ours
-CONTEXT_DEFAULT = 4096  # tokens, for a model that doesn't say
 CONTEXT_KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -285,7 +284,7 @@ def _context(config: dict[str, Any]) -> int:
         for key in CONTEXT_KEYS:
             if isinstance(source.get(key), int) and source[key] > 0:
                 return int(source[key])
-    return CONTEXT_DEFAULT
+    return gguf.CONTEXT_DEFAULT
 
 
 def _vocab(model: nn.Module, config: dict[str, Any]) -> int:

@@ -135,7 +135,7 @@ def sample(logits: mx.array, rows: Sequence[Row]) -> Drawn:
 # ---------------------------------------------------------------- bias and penalties
 
 
-def _has_penalty(sampling: Sampling) -> bool:
+def has_penalty(sampling: Sampling) -> bool:
     return (
         sampling.repetition_penalty != 1 or sampling.frequency_penalty != 0 or sampling.presence_penalty != 0
     )
@@ -147,14 +147,14 @@ def _is_greedy(sampling: Sampling) -> bool:
 
 def _is_plain(sampling: Sampling) -> bool:
     """Arg-max of the logits as they are."""
-    return _is_greedy(sampling) and not sampling.logit_bias and not _has_penalty(sampling)
+    return _is_greedy(sampling) and not sampling.logit_bias and not has_penalty(sampling)
 
 
 def _adjust(logits: mx.array, rows: Sequence[Row]) -> mx.array:
     """Logits with every row's bias and penalties; a row without any keeps exactly its own."""
     if any(row.sampling.logit_bias for row in rows):
         logits = logits + _biases(logits.shape, rows)
-    if any(_has_penalty(row.sampling) for row in rows):
+    if any(has_penalty(row.sampling) for row in rows):
         logits = _penalise(logits, rows)
     return logits
 
@@ -191,7 +191,7 @@ def _window_counts(shape: tuple[int, ...], rows: Sequence[Row]) -> mx.array:
     tokens: list[int] = []
     lasts: list[tuple[int, mx.array]] = []
     for i, row in enumerate(rows):
-        if not _has_penalty(row.sampling):
+        if not has_penalty(row.sampling):
             continue
         kept = row.sampling.repetition_window
         if row.last is not None:

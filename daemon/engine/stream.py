@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from stateroom.client.protocol import Decode, DecodeResult, Finish, Sampling, TokenEvent, TokenLogprob, Usage
-from stateroom.daemon.engine.sampling import Row
+from stateroom.daemon.engine.sampling import Row, has_penalty
 from stateroom.daemon.engine.session import Session
 from stateroom.daemon.engine.text import Detokenizer, StopStrings, Tokenizer
 
@@ -74,9 +74,7 @@ class Stream:
             received_ms=received_ms,
             started_ms=started_ms,
             prefilled=prefilled,
-            penalised=sampling.repetition_penalty != 1.0
-            or sampling.frequency_penalty != 0.0
-            or sampling.presence_penalty != 0.0,
+            penalised=has_penalty(sampling),
         )
 
     def has_ended(self) -> bool:

@@ -28,6 +28,7 @@ from tests.tiny import (
 from transformers import PreTrainedTokenizerFast
 
 from stateroom.client.protocol import Message
+from stateroom.daemon.engine import gguf
 from stateroom.daemon.engine import model as loading
 from stateroom.daemon.engine.model import LoadedModel, ModelError, load
 from stateroom.daemon.engine.pieces import ByteLevelPieces
@@ -94,7 +95,7 @@ def test_more_ends_from_the_generation_config(tmp_path: Path) -> None:
 def test_context_from_a_nested_configuration() -> None:
     assert loading._context({"text_config": {"max_position_embeddings": 77}}) == 77
     assert loading._context({"n_positions": 5}) == 5
-    assert loading._context({}) == loading.CONTEXT_DEFAULT
+    assert loading._context({}) == gguf.CONTEXT_DEFAULT
 
 
 class Newlines(PreTrainedTokenizerFast):
