@@ -178,6 +178,13 @@ def nbytes(cache: Cache) -> int:
     return sum(a.size * a.dtype.size for a in arrays(cache.state))
 
 
+def state_bytes(cache: Cache) -> int:
+    """What one row's recurrent state occupies, however many tokens it has seen."""
+    if type(cache) is CacheList:
+        return sum(state_bytes(part) for part in cache.caches)
+    return nbytes(cache) if type(cache) is ArraysCache else 0
+
+
 def bytes_per_token(cache: Cache) -> int:
     """What one more token of one row adds, until a window is full."""
     if type(cache) is CacheList:

@@ -184,6 +184,11 @@ class SessionCache:
         return float(self._full.bytes_per_token + sum(map(foreign.bytes_per_token, self._others())))
 
     @property
+    def state_bytes(self) -> int:
+        """What one row's recurrent states take, at any length; 0 before the first forward."""
+        return sum(map(foreign.state_bytes, self._others())) // max(self.rows, 1)
+
+    @property
     def nbytes_live(self) -> int:
         return self._full.nbytes_live + sum(map(foreign.nbytes, self._others()))
 

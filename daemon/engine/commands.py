@@ -82,7 +82,7 @@ class Commands:
             return
         needed = sum(self._growth(session, length) for session, length in growths)
         free = budget - self.engine.kv_bytes - self._promised()
-        if needed > free:
+        if needed > max(free, 0):  # what takes nothing more is never refused
             raise Capacity(
                 f"This needs {needed} bytes of KV and {max(free, 0)} are free; close sessions or try again.",
                 needed_bytes=needed,
@@ -93,7 +93,9 @@ class Commands:
     def _growth(self, session: Session | None, length: int) -> int:
         """Bytes that a session (None: a new one) has still to take to hold so many tokens."""
         held = session.kv_bytes if session is not None else 0
-        return max(int(capacity_for(length) * self.engine.bytes_per_token) - held, 0)
+        rows = int(capacity_for(length) * self.engine.bytes_per_token)
+        states = self.engine.state_bytes if length else 0
+        return max(rows + states - held, 0)
 
     def _promised(self) -> int:
         """Bytes that prefills and scores admitted earlier have still to take."""

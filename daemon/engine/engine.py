@@ -110,6 +110,7 @@ class Engine:
             ) from error
         mx.eval(probe.forward(self.loaded.model, mx.array([[0]], dtype=mx.uint32)), probe.arrays())
         self.bytes_per_token = probe.bytes_per_token
+        self.state_bytes = probe.state_bytes
         self.kinds = [KindCaps(kind=k.kind, scheme=k.scheme, layers=k.layers) for k in probe.kinds()]
         self.trimmable = probe.trimmable
         self.batchable = rows_agree(self.loaded.model)

@@ -364,6 +364,39 @@ def test_budget_counts_what_was_admitted_and_is_not_there_yet(loaded: object) ->
     assert bench.engine.kv_bytes <= 2 * row
 
 
+def test_over_budget_what_takes_nothing_more_is_let_through() -> None:
+    """A decode grew past the budget; a client can still shorten its session, and go on in what it has."""
+    model = make_tiny_model(context=1024)
+    row = int(256 * Bench(model).engine.bytes_per_token)
+    bench = Bench(model, kv_budget_bytes=2 * row)
+    session, other = bench.open(PROMPT), bench.open()
+    bench.decode(session, 600, ignore_eos=True)
+    assert bench.engine.kv_bytes > 2 * row
+    assert isinstance(bench.call(p.Prefill(session=other, tokens=[1])), p.ErrorBody)
+    for request in (
+        p.Sync(session=session, tokens=PROMPT),
+        p.Decode(session=session, max_tokens=1),
+        p.Trim(session=session, to=1, replay=True),
+    ):
+        assert not isinstance(bench.call(request), p.ErrorBody)
+    bench.check_law(session)
+
+
+@pytest.mark.parametrize("architecture", ["lfm2", "falcon_h1", "mamba"])
+def test_the_budget_counts_recurrent_states(architecture: str) -> None:
+    """They take the same at any length, and are copied with each fork."""
+    model = make_tiny_model(architecture)
+    probe = Bench(model)
+    one = probe.session(probe.open(PROMPT)).kv_bytes
+    bench = Bench(model, kv_budget_bytes=3 * one)
+    session = bench.open(PROMPT)
+    body = bench.call(p.Fork(session=session, n=3))
+    assert isinstance(body, p.ErrorBody)
+    assert (body.code, body.details["needed_bytes"]) == ("capacity", 3 * one)
+    assert isinstance(bench.call(p.Fork(session=session, n=2)), p.ForkResult)
+    assert bench.engine.kv_bytes <= 3 * one
+
+
 def test_a_budget_for_the_whole_context_is_enough_for_its_last_tokens(loaded: object) -> None:
     bench = Bench(loaded, kv_budget_bytes=int(CONTEXT * Bench(loaded).engine.bytes_per_token))  # type: ignore[arg-type]
     session = bench.open([5] * (CONTEXT - 12))
