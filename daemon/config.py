@@ -83,7 +83,20 @@ def model_id(spec: str) -> str:
 
 def looks_like_path(spec: str) -> bool:
     """Whether a model is meant to be a local one; `org/name` is a Hugging Face id unless it exists here."""
-    return spec.startswith(("/", "./", "../", "~")) or spec.lower().endswith(".gguf") or Path(spec).exists()
+    return (
+        spec.startswith(("/", "./", "../", "~"))
+        or spec.lower().endswith(".gguf")
+        or existing_path(spec) is not None
+    )
+
+
+def existing_path(spec: str) -> Path | None:
+    """The absolute path of a file or directory; None where none can be reached under that name."""
+    try:
+        path = Path(spec).expanduser().resolve()
+        return path if path.exists() else None
+    except (OSError, ValueError, RuntimeError):  # too long, forbidden, with a NUL, of no known user
+        return None
 
 
 def model_specs(specs: list[str], models_dir: Path) -> tuple[ModelSpec, ...]:
@@ -96,9 +109,9 @@ def model_specs(specs: list[str], models_dir: Path) -> tuple[ModelSpec, ...]:
     for given in specs:
         spec = resolve(given, models_dir)
         if looks_like_path(spec):
-            path = Path(spec).expanduser().resolve()
-            if not path.exists():
-                raise Leave(CONFIG, f"There is no model at {path}.")
+            path = existing_path(spec)
+            if path is None:
+                raise Leave(CONFIG, f"There is no model at {spec}.")
             spec = str(path)
         known = ModelSpec(model_id(spec), spec)
         if known.id in made:

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from stateroom.client.errors import NotFound
-from stateroom.daemon.config import ModelSpec, looks_like_path, model_id
+from stateroom.daemon.config import ModelSpec, existing_path, looks_like_path, model_id
 from stateroom.daemon.models import list_installed
 
 _HUB_ID = r"[A-Za-z0-9._-]{1,96}/[A-Za-z0-9._-]{1,96}"
@@ -52,8 +52,8 @@ class Shelf:
 
     def _anything(self, reference: str) -> ModelSpec:
         if looks_like_path(reference):
-            path = Path(reference).expanduser().resolve()
-            if path.exists():
+            path = existing_path(reference)
+            if path is not None:
                 return ModelSpec(str(path), str(path))
         elif re.fullmatch(_HUB_ID, reference):
             return ModelSpec(model_id(reference), reference)

@@ -278,7 +278,8 @@ def test_a_daemon_told_to_loads_what_clients_name(start_broker: StartBroker) -> 
     session = client.open([1], model=str(rig.folder))
     assert client.ask("info", session=session)["model"] == str(rig.folder)
     assert client.open([1], model="org/name")
-    assert client.refusal("open", model="/no/such/file")["code"] == "not_found"
+    for nothing in ("/no/such/file", "/a\0b", "~nobody-of-that-name/x", "x" * 1024, "/" + "x" * 1023):
+        assert client.refusal("open", model=nothing)["code"] == "not_found"
 
 
 def test_without_models_open_says_what_to_do(start_broker: StartBroker) -> None:

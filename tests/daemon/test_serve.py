@@ -266,6 +266,7 @@ def test_the_command_stops_what_runs(place: Place) -> None:
     ("arguments", "environment", "said"),
     [
         (["--model", "/no/such/model"], {}, "There is no model at /no/such/model."),
+        (["--model", "/" + "x" * 1023], {}, "There is no model at /xxx"),
         (["--kv-budget", "much"], {}, "'much' is no size"),
         (["--endpoint", "tcp://0.0.0.0:5555"], {}, "this machine alone"),
         (["--endpoint", "tcp://example.org:5555"], {}, "this machine alone"),
