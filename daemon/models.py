@@ -83,7 +83,7 @@ def list_installed(folder: Path | None = None) -> list[InstalledModel]:
     """All installed models by name; what doesn't look like one is passed over."""
     try:
         entries = sorted((folder or models_dir()).iterdir())
-    except FileNotFoundError:
+    except OSError:  # not there, no directory, or closed to us
         return []
     return [
         InstalledModel(entry.name, entry)

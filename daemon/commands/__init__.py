@@ -6,7 +6,9 @@ nobody who types a command sees a traceback for a daemon that isn't there.
 
 from __future__ import annotations
 
+import os
 import sys
+from io import TextIOWrapper
 
 import typer
 
@@ -39,17 +41,28 @@ app.add_typer(model, name="model")
 
 def run() -> int:
     """Runs the command line and gives its exit code."""
+    prepare_streams()
     try:
         app(standalone_mode=True)
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else 0
     except Leave as leaving:
         return failed(leaving.message, leaving.code)
-    except (ClientError, StateroomError, ModelsError) as error:
+    except (ClientError, StateroomError, ModelsError, OSError) as error:  # a full disk, say
         return failed(str(error), FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
+
+
+def prepare_streams() -> None:
+    """Makes the standard streams what every command expects: there, and able to take any text."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by who started this: `>&-`
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (for as long as we run)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def failed(message: str, code: int) -> int:

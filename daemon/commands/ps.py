@@ -11,7 +11,7 @@ from rich.table import Table
 from stateroom.client import connect
 from stateroom.client.protocol import SessionInfo
 from stateroom.daemon.commands.options import COMMANDS_APP, App, AsJson, Endpoint
-from stateroom.daemon.commands.terminal import age, err, out, size
+from stateroom.daemon.commands.terminal import age, err, out, plain, size
 
 ID_SHOWN = 8  # characters of an id that the table has room for; --json has all of it
 
@@ -25,7 +25,7 @@ def ps(app: App = COMMANDS_APP, as_json: AsJson = False, endpoint: Endpoint = No
     elif sessions:
         out.print(table(sessions))
     else:
-        err.print(f"{app} has no sessions.")
+        err.print(f"{plain(app)} has no sessions.", markup=False)
 
 
 def table(sessions: list[SessionInfo]) -> Table:
@@ -68,5 +68,5 @@ def stats(as_json: AsJson = False, endpoint: Endpoint = None) -> None:
     for model in result.models:
         out.print(f"\n[bold]{escape(model['id'])}[/bold] is {model['state']}")
         told = {**model, **model.get("facts", {}), **model.get("gauges", {})}
-        plain = (f"{name} {value}" for name, value in told.items() if isinstance(value, str | int | float))
-        out.print(", ".join(part for part in plain if not part.startswith(("id ", "state "))), markup=False)
+        parts = (f"{name} {value}" for name, value in told.items() if isinstance(value, str | int | float))
+        out.print(", ".join(part for part in parts if not part.startswith(("id ", "state "))), markup=False)

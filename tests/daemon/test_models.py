@@ -235,6 +235,12 @@ def test_only_folders_with_names_are_listed(home: Path) -> None:
     assert [model.name for model in list_installed()] == ["a", "b"]
 
 
+def test_a_home_that_is_no_directory_holds_no_models(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert list_installed(tmp_path / "file") == []
+    assert list_installed(tmp_path / "file" / "models") == []
+
+
 def test_without_mlx() -> None:
     code = "import sys, stateroom.daemon.models; print([m for m in ('mlx', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,37 @@ def test_generate_with_a_wrong_option_is_a_usage_error(tiny_daemon: RunningDaemo
     done = stateroom(tiny_daemon.env, "generate", "hello", "--max-tokens", "0")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("generate hello --raw --max-tokens 4 >&-", 0),
+        ("generate - --raw --max-tokens 4 <&-", 1),  # no input: an empty prompt
+        pytest.param(
+            "generate hello --raw --max-tokens 4 >/dev/full",
+            1,
+            marks=pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has /dev/full"),
+        ),
+        ("ps --app [/x]", 0),
+        ("ps --app [/x] >&- 2>&-", 0),
+    ],
+)
+def test_odd_streams_and_words_bring_no_traceback(tiny_daemon: RunningDaemon, line: str, code: int) -> None:
+    done = subprocess.run(
+        f"{shlex.join(COMMAND)} {line}", shell=True, env=tiny_daemon.env, capture_output=True, timeout=RUN_S
+    )
+    assert done.returncode == code, done.stderr.decode()
+    assert len(done.stderr.splitlines()) <= 1, done.stderr.decode()
+
+
+def test_a_terminal_without_a_models_characters_gets_others(tiny_daemon: RunningDaemon) -> None:
+    env = tiny_daemon.env | {"PYTHONIOENCODING": "ascii"}
+    done = stateroom(
+        env, "generate", "hello", "--raw", "--max-tokens", "64", "--temperature", "5", "--seed", "1"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "?" in done.stdout
 
 
 def test_generate_with_an_unknown_model_says_so_in_one_line(tiny_daemon: RunningDaemon) -> None:
