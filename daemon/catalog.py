@@ -16,7 +16,7 @@ from stateroom.client.limits import SESSIONS_MAX
 from stateroom.client.protocol import KindCaps, SessionClass, SessionInfo
 from stateroom.daemon.clock import Clock
 from stateroom.daemon.lifecycle import SESSIONS, SessionEvent, SessionState, after
-from stateroom.daemon.link import Journal
+from stateroom.daemon.link import ChatTurn, Journal
 
 SESSION_ID_BYTES = 18  # 144 random bits: an id can't be guessed
 RETRY_AFTER_S = 1.0  # told to whoever meets the limit of sessions
@@ -40,6 +40,7 @@ class Session:
     tokens: array[int] = field(default_factory=lambda: array("I"))
     private_bytes: int = 0
     shared_bytes: int = 0
+    chat: list[ChatTurn] = field(default_factory=list)
     resident: bool = False
     kinds: list[KindCaps] = field(default_factory=list)
     generation: int = NO_ENGINE
@@ -65,6 +66,8 @@ class Session:
         self.tokens.extend(change.tokens)
         self.private_bytes, self.shared_bytes = change.private_bytes, change.shared_bytes
         self.resident = change.resident
+        if change.chat is not None:
+            self.chat = change.chat
 
     def forget_engine(self) -> None:
         """Its worker is gone: what remains is its tokens."""

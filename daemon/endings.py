@@ -53,7 +53,7 @@ class Settlement:
         session.advance(SessionEvent.END)
         if isinstance(body, ForkResult):
             for child in ticket.children:
-                child.tokens, child.kinds = session.tokens[:], session.kinds
+                child.tokens, child.chat, child.kinds = session.tokens[:], session.chat, session.kinds
                 child.generation, child.resident = session.generation, session.resident
                 child.private_bytes = body.copied_bytes // len(ticket.children)
         return self._born(ticket.children, refused)

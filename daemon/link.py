@@ -18,6 +18,7 @@ from stateroom.client.protocol import (
     Body,
     ErrorBody,
     Event,
+    Message,
     ModelInfo,
     Progress,
     Request,
@@ -46,6 +47,26 @@ class Command:
     children: list[str] = field(default_factory=list)
 
 
+CHAT_CHARACTERS_MAX = 2_000_000  # of one session's messages: with its tokens they must fit into one frame
+
+
+@dataclass(frozen=True)
+class ChatTurn:
+    """Messages as a request gave them, and the session's length with them.
+
+    What lies between one turn's end and the next one's messages was decoded: the assistant's answer.
+    """
+
+    messages: list[Message]
+    end: int
+
+
+def bounded(chat: list[ChatTurn]) -> list[ChatTurn]:
+    """The chat, or nothing when it is too long to be told."""
+    characters = sum(len(message.content) for turn in chat for message in turn.messages)
+    return chat if characters <= CHAT_CHARACTERS_MAX else []
+
+
 @dataclass(frozen=True)
 class Adopt:
     """A session that another worker held: its tokens are to be computed when it is next used.
@@ -57,6 +78,7 @@ class Adopt:
     session: str
     tokens: list[int]
     background: bool = False
+    chat: list[ChatTurn] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -87,6 +109,7 @@ class Journal:
     private_bytes: int = 0
     shared_bytes: int = 0
     resident: bool = True  # KV is on the device
+    chat: list[ChatTurn] | None = None  # all turns, when they changed
 
 
 @dataclass(frozen=True)

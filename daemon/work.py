@@ -153,7 +153,7 @@ class Work:
             adoption.advance(RequestEvent.SEND)
             session.generation = engine.generation
             background = session.session_class == "background"
-            engine.send(Adopt(adoption.rid, session.id, session.tokens.tolist(), background))
+            engine.send(Adopt(adoption.rid, session.id, session.tokens.tolist(), background, session.chat))
         ticket.generation = session.generation = engine.generation
         ticket.advance(RequestEvent.SEND)
         children = [child.id for child in ticket.children]

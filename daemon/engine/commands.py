@@ -24,7 +24,7 @@ from stateroom.daemon.engine.sampling import check as check_sampling
 from stateroom.daemon.engine.score import Score
 from stateroom.daemon.engine.session import Change, Session, apply, common_prefix, plan
 from stateroom.daemon.engine.stream import Stream
-from stateroom.daemon.link import Adopt, CancelCommand, Command
+from stateroom.daemon.link import Adopt, CancelCommand, ChatTurn, Command
 
 RETRY_AFTER_S = 5.0  # told with `capacity`; sessions close or end in about that time
 
@@ -139,7 +139,7 @@ class Commands:
             if cancelled:
                 fill.end_cancelled()
             elif request.messages:
-                session.chat = [(request.messages, session.length)]
+                session.chat = [ChatTurn(request.messages, session.length)]
             result = p.OpenResult(
                 session=session.id,
                 length=session.length,
@@ -185,7 +185,7 @@ class Commands:
         def then(fill: Fill) -> None:
             if messages and not (fill.cancelled and not fill.done):
                 told = [] if whole_chat else session.chat
-                session.chat = [*told, (messages, session.length)]
+                session.chat = [*told, ChatTurn(messages, session.length)]
             self.engine.finish_fill(fill)
 
         fill = Fill(command.rid, session, change, then, self.engine.clock_ms(), progress=progress)
@@ -223,6 +223,7 @@ class Commands:
         session.background = command.background
         inputs.check_tokens(command.tokens, self.loaded.vocab)
         apply(session, Change(0, 0, command.tokens, None))
+        session.chat = session.chat_told = list(command.chat)
         self.engine.unchanged(command.rid, session)
 
     # ------------------------------------------------------------ decode, fork, score
@@ -292,7 +293,7 @@ class Commands:
                 child.cache = session.cache.fork()
                 child.stored = session.stored
                 mx.async_eval(child.cache.arrays())
-            child.chat = list(session.chat)
+            child.chat = child.chat_told = list(session.chat)
             child.origin = "fork"
             children.append(child)
         for child in children:

@@ -32,7 +32,7 @@ from stateroom.daemon.engine.problem import ModelError
 from stateroom.daemon.engine.score import Score
 from stateroom.daemon.engine.session import Session
 from stateroom.daemon.engine.stream import Stream
-from stateroom.daemon.link import Answer, Journal
+from stateroom.daemon.link import Answer, Journal, bounded
 from stateroom.daemon.scheduler import FillQueue, Pace
 
 Work = Fill | Score
@@ -139,13 +139,18 @@ class Engine:
         self.answer(rid, error.body(), journal)
 
     def journal(self, session: Session, keep: int) -> Journal:
-        """The session's tokens from `keep` on, and what it holds."""
+        """The session's tokens from `keep` on, what it holds, and its chat where that is news."""
+        chat = None
+        if session.chat is not session.chat_told:
+            chat = bounded(session.chat) if session.chat != session.chat_told else None
+            session.chat_told = session.chat
         return Journal(
             session=session.id,
             keep=keep,
             tokens=session.tokens[keep:],
             private_bytes=int(session.length * self.bytes_per_token) if session.lent else session.kv_bytes,
             resident=session.lent or session.stored > 0 or session.length <= 1,
+            chat=chat,
         )
 
     # ------------------------------------------------------------ the loop
@@ -303,6 +308,7 @@ class Engine:
 
     def _close_stream(self, stream: Stream) -> None:
         self.requests.pop(stream.rid, None)
+        stream.session.origin = "session"
         if stream.session.cache is not None:
             stream.session.settle()
 

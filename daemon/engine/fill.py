@@ -52,7 +52,7 @@ class Fill:
             return
         session = self.session
         del session.tokens[max(self.change.keep, session.stored + 1) :]
-        session.chat = [turn for turn in session.chat if turn[1] <= session.length]
+        session.chat = [turn for turn in session.chat if turn.end <= session.length]
 
     def receipt(self, now_ms: float) -> Receipt:
         """What was reused and computed; never more reuse than happened."""

@@ -57,7 +57,7 @@ def appended(loaded: LoadedModel, session: Session, request: InputRequest) -> tu
         return tokens, []
     if not request.messages:
         return [], []
-    told = [message for turn, _ in session.chat for message in turn]
+    told = [message for turn in session.chat for message in turn.messages]
     answer = _answer(loaded, session)
     added = [*answer, *request.messages]
     rendered = _render(loaded, told + added)
@@ -84,9 +84,9 @@ def _answer(loaded: LoadedModel, session: Session) -> list[Message]:
     """What was decoded since the last chat turn, as the assistant's message."""
     if not session.chat:
         return []
-    messages, end = session.chat[-1]
-    tail = session.tokens[end:]
-    if not tail or messages[-1].role == "assistant":
+    last = session.chat[-1]
+    tail = session.tokens[last.end :]
+    if not tail or last.messages[-1].role == "assistant":
         return []
     while tail and tail[-1] in loaded.eos:
         tail.pop()

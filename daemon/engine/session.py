@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from stateroom.caches.session import SessionCache
-from stateroom.client.protocol import Message, Source
+from stateroom.client.protocol import Source
+from stateroom.daemon.link import ChatTurn
 
 
 @dataclass(slots=True, eq=False)
@@ -24,9 +25,8 @@ class Session:
     stored: int = 0
     lent: bool = False
     origin: Source = "session"  # "fork" until the first operation after a fork
-    # Chat turns given as messages: (messages, length of the session with them), oldest first. What lies
-    # between the last length and the end of the session is the assistant's answer.
-    chat: list[tuple[list[Message], int]] = field(default_factory=list)
+    chat: list[ChatTurn] = field(default_factory=list)  # what was given as messages, oldest first
+    chat_told: list[ChatTurn] = field(default_factory=list)  # as the broker last heard
 
     @property
     def length(self) -> int:
@@ -102,7 +102,7 @@ def apply(session: Session, change: Change) -> None:
         session.stored = change.kv_keep
     del session.tokens[change.keep :]
     session.tokens.extend(change.tokens)
-    session.chat = [turn for turn in session.chat if turn[1] <= change.keep]
+    session.chat = [turn for turn in session.chat if turn.end <= change.keep]
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, cast
 
-import structlog
 import typer
 import zmq
+from structlog.typing import FilteringBoundLogger
 
 from stateroom.client.limits import MESSAGE_BYTES_MAX
 from stateroom.client.protocol import ModelInfo
@@ -34,6 +33,7 @@ from stateroom.daemon.link import (
     decode_to_worker,
     encode_from_worker,
 )
+from stateroom.daemon.logs import LogFormat, incident, make_log
 from stateroom.daemon.scheduler import Pace
 
 if TYPE_CHECKING:
@@ -47,8 +47,6 @@ COMMANDS_PER_TURN = 256  # taken between two turns, so that a flood can't starve
 STOP_TURNS_S = 3.0  # for ending open requests when told to stop
 EVENTS, READABLE = int(zmq.EVENTS), int(zmq.POLLIN)  # as numbers: pyzmq takes its time over its enums
 GAP_MS_GPU = 50.0  # inter-token budget of a running stream on a GPU; a CPU's is in steps
-
-log = structlog.get_logger("engine")
 
 
 class Worker:
@@ -112,7 +110,7 @@ def watch_parent(gone: Callable[[], None]) -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def orphaned() -> None:
+def orphaned(log: FilteringBoundLogger) -> None:
     """The broker is gone: nothing can be answered, and the memory is wanted back."""
     with contextlib.suppress(OSError):  # the log went through the broker
         log.warning("broker_gone", exit_in_s=ORPHAN_EXIT_S)
@@ -120,28 +118,23 @@ def orphaned() -> None:
     os._exit(0)
 
 
-def report(error: BaseException) -> str:
+def reporter(log: FilteringBoundLogger) -> Callable[[BaseException], str]:
     """Logs a bug with its stack and gives the incident's name."""
-    incident = os.urandom(6).hex()
-    log.error("incident", incident=incident, exc_info=error)
-    return incident
+
+    def report(error: BaseException) -> str:
+        name = incident()
+        log.error("internal error", incident=name, exc_info=error)
+        return name
+
+    return report
 
 
-def configure_log(style: str, level: str) -> None:
-    renderer = structlog.processors.JSONRenderer() if style == "json" else structlog.dev.ConsoleRenderer()
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
-
-
-def make_engine(loaded: LoadedModel, emit: Callable[[Answer], None], kv_budget: int | None) -> Engine:
+def make_engine(
+    loaded: LoadedModel,
+    emit: Callable[[Answer], None],
+    report: Callable[[BaseException], str],
+    kv_budget: int | None,
+) -> Engine:
     from stateroom.daemon.engine.engine import Engine
 
     on_gpu = str(loaded.facts.get("device", "cpu")).startswith("gpu")
@@ -161,12 +154,12 @@ def main(
     model: Annotated[str, typer.Option()],
     model_id: Annotated[str, typer.Option()],
     kv_budget: Annotated[int | None, typer.Option()] = None,
-    log_style: Annotated[str, typer.Option("--log")] = "console",
+    log_format: Annotated[LogFormat, typer.Option("--log")] = "console",
     log_level: Annotated[str, typer.Option()] = "info",
 ) -> None:
     """Loads the model, says so, and serves the broker until told to stop."""
-    configure_log(log_style, log_level)
-    watch_parent(orphaned)
+    log = make_log(log_format, log_level)
+    watch_parent(lambda: orphaned(log))
     from stateroom.daemon.engine.commands import Commands
     from stateroom.daemon.engine.model import ModelError, load
 
@@ -178,9 +171,14 @@ def main(
     socket.connect(endpoint)
     try:
         loaded = load(model, model_id)
-        engine = make_engine(loaded, lambda answer: send(socket, answer), kv_budget)
-    except ModelError as error:
-        send(socket, Failed(str(error), error.permanent))
+        engine = make_engine(loaded, lambda answer: send(socket, answer), reporter(log), kv_budget)
+    except Exception as error:
+        if isinstance(error, ModelError):
+            failed = Failed(str(error), error.permanent)
+        else:
+            log.error("internal error", exc_info=error)
+            failed = Failed(f"Loading {model_id} failed: {type(error).__name__}: {error}", permanent=False)
+        send(socket, failed)
         socket.close()
         context.term()
         raise SystemExit(1) from None

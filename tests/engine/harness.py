@@ -20,7 +20,7 @@ from stateroom.daemon.engine.commands import Commands
 from stateroom.daemon.engine.engine import Engine
 from stateroom.daemon.engine.model import LoadedModel
 from stateroom.daemon.engine.session import Session
-from stateroom.daemon.link import Adopt, Answer, CancelCommand, Command
+from stateroom.daemon.link import Adopt, Answer, CancelCommand, ChatTurn, Command
 from stateroom.daemon.scheduler import Pace
 
 TURNS_MAX = 5_000
@@ -34,6 +34,7 @@ class Bench:
         self.loaded = loaded
         self.bodies: dict[int, list[p.Body]] = {}
         self.journal: dict[str, list[int]] = {}
+        self.chat: dict[str, list[ChatTurn]] = {}
         self.incidents: list[BaseException] = []
         self.forks: dict[int, tuple[str, list[str]]] = {}
         self._rids = itertools.count(1)
@@ -60,6 +61,8 @@ class Bench:
             told = self.journal.setdefault(answer.journal.session, [])
             assert answer.journal.keep <= len(told)
             told[answer.journal.keep :] = answer.journal.tokens
+            if answer.journal.chat is not None:
+                self.chat[answer.journal.session] = answer.journal.chat
         if answer.rid in self.forks and isinstance(answer.body, p.ForkResult):
             parent, children = self.forks[answer.rid]
             for child in children:
@@ -82,11 +85,18 @@ class Bench:
         self.commands.take(Command(rid, request, session, children))
         return rid
 
-    def adopt(self, session: str, tokens: Sequence[int], *, background: bool = False) -> p.Body:
+    def adopt(
+        self,
+        session: str,
+        tokens: Sequence[int],
+        *,
+        background: bool = False,
+        chat: Sequence[ChatTurn] = (),
+    ) -> p.Body:
         rid = next(self._rids)
         self.bodies[rid] = []
         self.journal[session] = list(tokens)
-        self.commands.take(Adopt(rid, session, list(tokens), background))
+        self.commands.take(Adopt(rid, session, list(tokens), background, list(chat)))
         return self.finish(rid)
 
     def cancel(self, rid: int) -> None:
