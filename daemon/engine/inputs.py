@@ -10,6 +10,9 @@ from stateroom.client.protocol import InputRequest, Message
 from stateroom.daemon.engine.model import LoadedModel
 from stateroom.daemon.engine.session import Session
 
+TRIED_CHARACTERS = 16  # per token of the context; prose has about 4
+CUT_TOKENS = 8  # by which a cut in the middle of a word may change the count
+
 
 def check_tokens(tokens: list[int], vocab: int, field: str = "tokens") -> None:
     """Raises Invalid when an id is outside the model's vocabulary."""
@@ -28,12 +31,25 @@ def check_length(length: int, context: int) -> None:
         )
 
 
+def check_size(loaded: LoadedModel, held: int, request: InputRequest) -> None:
+    """Raises TooLong by the beginning of a text that is far too long, before all of it is cut into tokens.
+
+    Streams wait while a text is tokenised, so that must not take longer the longer a hopeless text is.
+    """
+    text = request.text or "".join(message.content for message in request.messages or [])
+    tried = TRIED_CHARACTERS * loaded.context
+    if len(text) > tried:
+        beginning = loaded.tokenizer.encode(text[:tried], first=False)
+        check_length(held + len(beginning) - CUT_TOKENS, loaded.context)
+
+
 def has_input(request: InputRequest) -> bool:
     return request.tokens is not None or request.text is not None or request.messages is not None
 
 
 def whole(loaded: LoadedModel, request: InputRequest) -> list[int]:
     """The input as the whole content of a session."""
+    check_size(loaded, 0, request)
     if request.tokens is not None:
         tokens = list(request.tokens)
     elif request.text is not None:
@@ -48,6 +64,7 @@ def whole(loaded: LoadedModel, request: InputRequest) -> list[int]:
 
 def appended(loaded: LoadedModel, session: Session, request: InputRequest) -> tuple[list[int], list[Message]]:
     """The tokens to append for this input, and the chat messages they stand for."""
+    check_size(loaded, session.length, request)
     if request.messages is None:
         if request.text is not None:
             tokens = loaded.tokenizer.encode(request.text, first=not session.tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -403,6 +404,25 @@ def test_a_budget_for_the_whole_context_is_enough_for_its_last_tokens(loaded: ob
     body = bench.call(p.Decode(session=session, max_tokens=100, ignore_eos=True))
     assert isinstance(body, p.DecodeResult)
     assert (body.finish, body.length) == ("context", CONTEXT)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"text": "word " * 1_500_000}, {"messages": [p.Message(role="user", content="word " * 1_500_000)]}],
+)
+def test_a_hopeless_text_is_refused_by_its_beginning(
+    bench: Bench, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams wait while a text is cut into tokens, so megabytes of it are never cut."""
+    tokenizer = bench.loaded.tokenizer
+    cut: list[int] = []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **o: (cut.append(len(text)), encode(text, **o))[1])
+    body = bench.call(p.Open(**arguments))
+    assert isinstance(body, p.ErrorBody)
+    assert body.code == "too_long"
+    assert body.details["length"] > body.details["limit"] == bench.loaded.context
+    assert sum(cut) <= 16 * bench.loaded.context
 
 
 def test_a_second_request_of_a_session_is_busy(bench: Bench) -> None:
