@@ -18,6 +18,7 @@ from stateroom.daemon.engine.problem import ModelError
 from stateroom.daemon.engine.sampling import Drawn
 from stateroom.daemon.scheduler import QUANTUM_MIN, Pace
 
+LONG = "word " * 1_500_000
 PROMPT = [10, 20, 30, 40, 50, 60, 70]
 
 
