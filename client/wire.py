@@ -134,15 +134,19 @@ def decode_request(frame: bytes | memoryview) -> dict[str, Any]:
     """As `decode_map`, for what anyone may send: unpacking ends at more parts than any request has.
 
     Raises:
-        DecodeError: as `decode_map`; or more than `REQUEST_PARTS_MAX` parts or `REQUEST_NAMES_MAX` names.
+        DecodeError: as `decode_map`; or more than `MESSAGE_BYTES_MAX` bytes, `REQUEST_PARTS_MAX` parts or
+            `REQUEST_NAMES_MAX` names.
     """
+    size = len(frame)
+    if size > MESSAGE_BYTES_MAX:
+        raise DecodeError(f"A message may have {MESSAGE_BYTES_MAX} bytes at most; this one has {size}.")
     return decode_map(frame, REQUEST_PARTS_MAX, REQUEST_NAMES_MAX)
 
 
 def decode_map(
-    frame: bytes | memoryview, parts_max: int = MESSAGE_BYTES_MAX, names_max: int = MESSAGE_BYTES_MAX
+    frame: bytes | memoryview, parts_max: int | None = None, names_max: int | None = None
 ) -> dict[str, Any]:
-    """Unpacks one frame into a map of plain values.
+    """Unpacks one frame, of any size (answers may be larger than requests), into a map of plain values.
 
     Args:
         parts_max: items of all its lists and maps together.
@@ -154,10 +158,10 @@ def decode_map(
             frame's own size.
     """
     size = len(frame)
+    parts_max = size if parts_max is None else parts_max
+    names_max = size if names_max is None else names_max
     limited = parts_max < size or names_max < size
     parts = _Parts(parts_max)
-    if size > MESSAGE_BYTES_MAX:
-        raise DecodeError(f"A message may have {MESSAGE_BYTES_MAX} bytes at most; this one has {size}.")
     try:
         value = msgpack.unpackb(
             frame,

@@ -35,6 +35,7 @@ from stateroom.client.protocol import (
     Stats,
     Sync,
     TokenEvent,
+    TokensResult,
     Trim,
     Watch,
 )
@@ -42,6 +43,7 @@ from stateroom.client.wire import (
     DecodeError,
     decode_map,
     decode_reply,
+    decode_request,
     encode_reply,
     encode_request,
     field_types,
@@ -218,7 +220,14 @@ def test_a_message_of_the_greatest_depth_is_read() -> None:
 def test_a_frame_above_the_limit_is_refused_unread() -> None:
     """B71."""
     with pytest.raises(DecodeError, match="bytes at most"):
-        decode_map(bytes(MESSAGE_BYTES_MAX + 1))
+        decode_request(bytes(MESSAGE_BYTES_MAX + 1))
+
+
+def test_an_answer_may_be_larger_than_any_request() -> None:
+    """The limit is for what anyone may send: a list of all sessions must arrive."""
+    body = TokensResult(tokens=[1, 2, 3], text="x" * (MESSAGE_BYTES_MAX + 1))
+    frame = encode_reply(Reply(id=1, seq=0, body=body))
+    assert decode_reply(frame, {1: "tokens"}).body == body
 
 
 def test_the_largest_legal_request_fits() -> None:
