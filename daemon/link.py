@@ -52,13 +52,15 @@ CHAT_CHARACTERS_MAX = 2_000_000  # of one session's messages: with its tokens th
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """Messages as a request gave them, and the session's length with them.
+    """Messages as a request gave them, and the session's length with them and before it took them.
 
-    What lies between one turn's end and the next one's messages was decoded: the assistant's answer.
+    What lies between one turn's end and the next one's messages was decoded: the assistant's answer. A turn
+    without messages is what a cut or a cancelled prefill left of one: nobody can tell what it says.
     """
 
     messages: list[Message]
     end: int
+    start: int = 0
 
 
 def bounded(chat: list[ChatTurn]) -> list[ChatTurn]:

@@ -185,10 +185,12 @@ class Commands:
         def then(fill: Fill) -> None:
             if messages and not (fill.cancelled and not fill.done):
                 told = [] if whole_chat else session.chat
-                session.chat = [*told, ChatTurn(messages, session.length)]
+                start = 0 if whole_chat else change.keep
+                session.chat = [*told, ChatTurn(messages, session.length, start)]
             self.engine.finish_fill(fill)
 
-        fill = Fill(command.rid, session, change, then, self.engine.clock_ms(), progress=progress)
+        now_ms = self.engine.clock_ms()
+        fill = Fill(command.rid, session, change, then, now_ms, progress=progress, chat=bool(messages))
         self.engine.begin_work(fill)
 
     def _trim(self, command: Command, request: p.Trim) -> None:

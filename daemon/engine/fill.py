@@ -16,7 +16,8 @@ from mlx import nn
 
 from stateroom.caches.session import SessionCache
 from stateroom.client.protocol import Progress, Receipt, Source
-from stateroom.daemon.engine.session import Change, Session, apply
+from stateroom.daemon.engine.session import Change, Session, apply, chat_within
+from stateroom.daemon.link import ChatTurn
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +30,7 @@ class Fill:
     then: Callable[[Fill], None]
     received_ms: float
     progress: bool = False
+    chat: bool = False  # its tokens are of chat messages appended to others
     opens: bool = False  # its session is new, and goes again if it fails
     started_ms: float | None = None
     before: int = 0  # the session's length before the change
@@ -52,7 +54,9 @@ class Fill:
             return
         session = self.session
         del session.tokens[max(self.change.keep, session.stored + 1) :]
-        session.chat = [turn for turn in session.chat if turn.end <= session.length]
+        session.chat = chat_within(session.chat, session.length)
+        if self.chat and session.length > self.change.keep:
+            session.chat = [*session.chat, ChatTurn([], session.length, self.change.keep)]
 
     def receipt(self, now_ms: float) -> Receipt:
         """What was reused and computed; never more reuse than happened."""

@@ -103,7 +103,7 @@ def _answer(loaded: LoadedModel, session: Session) -> list[Message]:
         return []
     last = session.chat[-1]
     tail = session.tokens[last.end :]
-    if not tail or last.messages[-1].role == "assistant":
+    if not tail or not last.messages or last.messages[-1].role == "assistant":
         return []
     while tail and tail[-1] in loaded.eos:
         tail.pop()

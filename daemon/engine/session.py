@@ -102,7 +102,16 @@ def apply(session: Session, change: Change) -> None:
         session.stored = change.kv_keep
     del session.tokens[change.keep :]
     session.tokens.extend(change.tokens)
-    session.chat = [turn for turn in session.chat if turn.end <= change.keep]
+    session.chat = chat_within(session.chat, change.keep)
+
+
+def chat_within(chat: list[ChatTurn], length: int) -> list[ChatTurn]:
+    """The turns of a session's first `length` tokens."""
+    return [
+        turn if turn.end <= length else ChatTurn([], length, turn.start)
+        for turn in chat
+        if turn.end <= length or turn.start < length
+    ]
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:

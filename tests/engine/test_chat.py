@@ -7,6 +7,7 @@ from tests.engine.harness import Bench
 from tests.tiny import make_tiny_model
 
 from stateroom.client import protocol as p
+from stateroom.daemon.scheduler import Pace
 
 
 def said(role: str, content: str) -> p.Message:
@@ -51,6 +52,30 @@ def test_undo_and_ask_again(bench: Bench) -> None:
     assert isinstance(body, p.LengthResult), body
     assert body.receipt.reused == length
     assert "two" not in bench.loaded.tokenizer.decode(bench.session(session).tokens)
+
+
+@pytest.mark.parametrize("how", ["trim", "cancel"])
+def test_half_a_message_is_nobodys_answer(bench: Bench, how: str) -> None:
+    """What a cut or a cancel left of the user's words is not taken for what the assistant said."""
+    session, _, length = talk(bench)
+    if how == "trim":
+        ask(bench, session, "two")
+        bench.call(p.Trim(session=session, count=3))
+    else:
+        bench.engine.pace = Pace(idle_ms=0.01)
+        rid = bench.start(p.Prefill(session=session, messages=[said("user", "two " * 80)]))
+        while bench.session(session).stored < length + 20:
+            bench.engine.step()
+        bench.cancel(rid)
+        body = bench.finish(rid)
+        assert isinstance(body, p.LengthResult)
+        assert (body.finish, body.length > length) == ("cancelled", True)
+    refused = ask(bench, session, "three")
+    assert isinstance(refused, p.ErrorBody), bench.loaded.tokenizer.decode(bench.session(session).tokens)
+    assert refused.code == "unsupported"
+    assert bench.chat[session] == bench.session(session).chat
+    bench.call(p.Trim(session=session, to=length))
+    assert isinstance(ask(bench, session, "three"), p.LengthResult)
 
 
 def test_children_go_on_with_the_conversation(bench: Bench) -> None:
