@@ -20,7 +20,6 @@ import typer
 import zmq
 from structlog.typing import FilteringBoundLogger
 
-from stateroom.client.limits import MESSAGE_BYTES_MAX
 from stateroom.client.protocol import ModelInfo
 from stateroom.daemon.engine.blas_threads import BlasThreads
 from stateroom.daemon.link import (
@@ -167,7 +166,6 @@ def main(
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 500)
     socket.setsockopt(zmq.SNDHWM, 0)  # the broker always reads; its own queues are bounded
-    socket.setsockopt(zmq.MAXMSGSIZE, 2 * MESSAGE_BYTES_MAX)
     socket.connect(endpoint)
     try:
         loaded = load(model, model_id)
