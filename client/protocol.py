@@ -552,7 +552,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Operation:
-    """What an operation takes and gives. `changes`: it needs the session to itself."""
+    """What an operation takes and gives. `changes`: it needs the session to itself; a read doesn't."""
 
     request: type[Request]
     result: type[Result]
@@ -570,7 +570,7 @@ OPERATIONS: dict[str, Operation] = {
         Operation(Trim, LengthResult, changes=True),
         Operation(Fork, ForkResult, changes=True),
         Operation(Sync, LengthResult, changes=True),
-        Operation(ReadTokens, TokensResult, changes=True),
+        Operation(ReadTokens, TokensResult),
         Operation(Info, InfoResult),
         Operation(List, ListResult),
         Operation(Close, CloseResult, changes=True),

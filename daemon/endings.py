@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stateroom.client.errors import EngineLost
+from stateroom.client.errors import EngineLost, NotFound
 from stateroom.client.protocol import (
     OPERATIONS,
     Body,
@@ -19,7 +19,7 @@ from stateroom.client.protocol import (
     Usage,
 )
 from stateroom.daemon.catalog import NO_ENGINE, Catalog, Session
-from stateroom.daemon.lifecycle import SessionEvent
+from stateroom.daemon.lifecycle import SessionEvent, SessionState
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.tickets import Ticket
 
@@ -44,6 +44,8 @@ class Settlement:
             return []
         if ticket.op == "close":
             return self._dead(session)
+        if ticket.reads:
+            return []
         session.running = session.running_op = None
         self._catalog.touch(session)
         if ticket.op == "open":
@@ -102,6 +104,8 @@ def lost(ticket: Ticket, reason: str) -> Body:
     """The end of a request whose worker died. A `close` has what it wanted."""
     if ticket.op == "close":
         return CloseResult(freed_bytes=0)
+    if ticket.session is not None and ticket.session.state is SessionState.CLOSED:
+        return CLOSED
     if ticket.session is None or ticket.op == "open":
         message, length = f"The engine stopped while this was opened ({reason}); send it again.", 0
     else:
@@ -109,6 +113,20 @@ def lost(ticket: Ticket, reason: str) -> Body:
         length = ticket.session.length
     return EngineLost(message, length=length).body()
 
+
+def abandoned(ticket: Ticket, body: Body) -> list[Session]:
+    """What an `open` or `fork` made that nobody can ever use: its client is gone, and it has no name.
+
+    Its id was told to nobody, so it would stay until the daemon ends.
+    """
+    if not ticket.unheard or ticket.session is None:
+        return []
+    made = {OpenResult: [ticket.session], ForkResult: ticket.children}.get(type(body), [])
+    return [session for session in made if session.name is None]
+
+
+# Of a read: it doesn't have the session, which may be closed while it waits for the engine.
+CLOSED = NotFound("The session was closed before it could be read.", field="session").body()
 
 # For the books alone: the client of a request that had not begun went away, and nobody will read it.
 GONE = ErrorBody(code="not_found", message="The client went away before this began.")

@@ -1,6 +1,7 @@
 """Lifecycles as tables: state × event → state. Pure; an event passes its table first, then things change.
 
-A session's request runs alone in it, so the session's table says what a new request meets:
+A session's request runs alone in it, so the session's table says what a new request meets. (A read, `tokens`,
+takes nothing, and no table of sessions knows of it.)
 
     OPENING ──OPENED──► IDLE ──START──► RUNNING ──END──► IDLE
        │REFUSED          │CLOSE           │SUPERSEDE        CLOSED ◄─END── CLOSING

@@ -14,6 +14,7 @@ from structlog.typing import FilteringBoundLogger
 
 from stateroom.client.errors import SlowConsumer, StateroomError
 from stateroom.client.protocol import (
+    OPERATIONS,
     Body,
     DecodeResult,
     ErrorBody,
@@ -22,6 +23,7 @@ from stateroom.client.protocol import (
     Reply,
     Request,
     Result,
+    SessionRequest,
 )
 from stateroom.client.wire import body_to_wire, encode_reply, to_wire
 from stateroom.daemon.catalog import Session
@@ -55,6 +57,16 @@ class Ticket:
     model: str | None = None  # whose engine has it, or is waited for
     generation: int | None = None  # the worker that has it
     cancel_wanted: bool = False  # asked for while it could not be ended yet
+
+    @property
+    def reads(self) -> bool:
+        """It looks at its session and leaves it to whoever has it."""
+        return isinstance(self.request, SessionRequest) and not OPERATIONS[self.op].changes
+
+    @property
+    def unheard(self) -> bool:
+        """Nobody gets its replies: its client is gone, or it is the broker's own."""
+        return self.peer is None or self.peer.gone
 
     def advance(self, event: RequestEvent) -> None:
         self.state = after(REQUESTS, self.state, event)

@@ -3,6 +3,8 @@
 Every change goes session table first (`lifecycle.SESSIONS`), then ticket, then engine. `_ended` is the one
 place where a request that had a session lets go of it.
 
+A read (`tokens`) goes past all this: it leaves the session to whoever has it, so that many may run at once.
+
 A request is *held* while its engine starts (`_waiting`), or, for a `sync` or `close`, while the older request
 of its session ends (`Session.held`).
 """
@@ -13,7 +15,7 @@ from collections import deque
 
 from structlog.typing import FilteringBoundLogger
 
-from stateroom.client.errors import Busy, ShuttingDown, StateroomError, Unsupported
+from stateroom.client.errors import Busy, NotFound, ShuttingDown, StateroomError, Unsupported
 from stateroom.client.protocol import (
     Body,
     CloseResult,
@@ -26,7 +28,7 @@ from stateroom.client.protocol import (
 )
 from stateroom.client.protocol import Close as CloseRequest
 from stateroom.daemon.catalog import Catalog, Session
-from stateroom.daemon.endings import GONE, Settlement, lost, streams, unstarted
+from stateroom.daemon.endings import CLOSED, GONE, Settlement, abandoned, lost, streams, unstarted
 from stateroom.daemon.lifecycle import EngineState, RequestEvent, RequestState, SessionEvent, SessionState
 from stateroom.daemon.link import Adopt, Answer, CancelCommand, Command, Journal
 from stateroom.daemon.metrics import Metrics
@@ -76,11 +78,14 @@ class Work:
 
         Raises:
             Busy: another request has the session.
+            NotFound: it is read while it is being closed.
             Exists, Capacity: of the children of a `fork`.
             EngineLost, Unsupported: its engine can't be had.
         """
         ticket.session = session
-        if ticket.op == "close":
+        if ticket.reads:
+            self._read(ticket, session)
+        elif ticket.op == "close":
             self._close(ticket, session)
         elif session.state is SessionState.IDLE:
             self._start(ticket, session)
@@ -121,6 +126,16 @@ class Work:
         else:
             self._tickets.reply(ticket, ModelResult(model=engine.info))
 
+    def _read(self, ticket: Ticket, session: Session) -> None:
+        if session.state is SessionState.OPENING:
+            raise self._busy(ticket, session)  # the engine may not know it yet, and may never
+        if session.state is SessionState.CLOSING:
+            raise NotFound("The session is being closed.", field="session")
+        engine = self._supervisor.engine(session.model)
+        self._supervisor.ensure(engine)
+        self._catalog.touch(session)
+        self._dispatch(ticket, engine)
+
     def _start(self, ticket: Ticket, session: Session) -> None:
         engine = self._supervisor.engine(session.model)
         self._supervisor.ensure(engine)
@@ -147,19 +162,27 @@ class Work:
         session = ticket.session
         assert session is not None
         assert ticket.request is not None
+        if session.state is SessionState.CLOSED:
+            self._ended(ticket, CLOSED)
+            return
+        # Nothing runs in a session that its engine doesn't know: what ran ended with the last worker.
         if ticket.op != "open" and session.generation != engine.generation:
-            adoption = self._tickets.open_own("adopt", None, session)
-            adoption.model, adoption.generation = engine.id, engine.generation
-            adoption.advance(RequestEvent.SEND)
-            session.generation = engine.generation
-            background = session.session_class == "background"
-            engine.send(Adopt(adoption.rid, session.id, session.tokens.tolist(), background, session.chat))
+            self._adopt(session, engine)
         ticket.generation = session.generation = engine.generation
         ticket.advance(RequestEvent.SEND)
         children = [child.id for child in ticket.children]
         engine.send(Command(ticket.rid, ticket.request, session.id, children))
         if ticket.cancel_wanted:
             self._tell_cancel(ticket, RequestEvent.CANCEL)
+
+    def _adopt(self, session: Session, engine: Engine) -> None:
+        """Tells a worker of a session that another one had."""
+        ticket = self._tickets.open_own("adopt", None, session)
+        ticket.model, ticket.generation = engine.id, engine.generation
+        ticket.advance(RequestEvent.SEND)
+        session.generation = engine.generation
+        background = session.session_class == "background"
+        engine.send(Adopt(ticket.rid, session.id, session.tokens.tolist(), background, session.chat))
 
     # ------------------------------------------------------------ two requests meet
 
@@ -197,6 +220,10 @@ class Work:
             self._cancel_running(session)
         else:
             raise self._busy(ticket, session)
+
+    def _close_own(self, session: Session) -> None:
+        ticket = self._tickets.open_own("close", CloseRequest(session=session.id), session)
+        self._close(ticket, session)
 
     def _drop_held(self, session: Session, why: str) -> None:
         """Ends the `sync` that waits in a session, if one does, as cancelled."""
@@ -291,8 +318,7 @@ class Work:
         """Closes the sessions whose time is over."""
         for session in self._catalog.expired():
             self._metrics.count("sessions_expired")
-            ticket = self._tickets.open_own("close", CloseRequest(session=session.id), session)
-            self._close(ticket, session)
+            self._close_own(session)
 
     def end_all_held(self) -> None:
         """The daemon stops: what no engine has is refused, what one has is cancelled."""
@@ -404,6 +430,8 @@ class Work:
         self._tickets.reply(ticket, body)
         for event, owner in events:
             self._watchers.publish(event, owner)
+        for orphan in abandoned(ticket, body):
+            self._close_own(orphan)
         if session is not None and session.running is None and session.held is not None:
             self._admit_held(session)
 

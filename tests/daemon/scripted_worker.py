@@ -133,7 +133,11 @@ class Worker:
 
     def take(self, message: object) -> None:
         if isinstance(message, Command):
-            self.jobs.append((message.rid, self.job(message)))
+            job = self.job(message)
+            if isinstance(message.request, ReadTokens | Close):
+                next(job, None)  # at once, as the engine does: a read comes before the close sent after it
+            else:
+                self.jobs.append((message.rid, job))
         elif isinstance(message, Adopt):
             self.adopted += 1
             self.sessions[message.session] = list(message.tokens)

@@ -148,6 +148,20 @@ class SimEngine:
         return True
 
 
+class SimPeers(Peers):
+    """Keeps what was said to somebody, whether or not it got there."""
+
+    said: set[str]
+
+    def send(self, peer: Peer, frames: list[bytes], final: bool) -> bool:
+        sent = super().send(peer, frames, final)
+        reply = msgpack.unpackb(frames[-1])
+        made = [reply["session"]] if "caps" in reply else reply.get("sessions", [])
+        if not peer.gone:
+            self.said |= {session for session in made if isinstance(session, str)}
+        return sent
+
+
 class Client:
     def __init__(self, name: bytes, descriptor: int) -> None:
         self.name, self.descriptor = name, descriptor
@@ -166,7 +180,8 @@ class Simulation:
         self.engine: Any = SimEngine(self.draw)
         self.metrics = Metrics()
         self.catalog = Catalog(self.clock)
-        self.peers = Peers(self.transmit, self.vanished, lambda: None)
+        self.peers = SimPeers(self.transmit, self.vanished, lambda: None)
+        self.peers.said = set()
         self.log = io.StringIO()
         log = make_log("json", "error", self.log)
         self.tickets = Tickets(self.peers, self.metrics, self.clock, log, lambda peer: self.work.cut(peer))
@@ -328,6 +343,8 @@ def test_whatever_happens_each_request_ends_once_and_nothing_is_left(seed: int) 
         [1 for session in simulation.catalog if session.name]
     )
     known = set(simulation.engine.worker.sessions) if simulation.engine.ready else set()
+    unnamed = {session.id for session in simulation.catalog if session.name is None}
+    assert unnamed <= simulation.peers.said, "a session that nobody can ever close"
     assert known <= {session.id for session in simulation.catalog}, "the engine keeps what nobody can close"
 
 
@@ -342,5 +359,11 @@ def test_the_simulation_reaches_what_it_is_for() -> None:
             simulation.step()
         seen |= {name.rpartition(".")[2] for name in simulation.metrics.counters()}
         seen |= {f"deaths {simulation.engine.deaths > 0}"}
+        names = simulation.metrics.counters()
+        seen |= {name for name in names if name.startswith("requests.tokens.")}
+        # An own close that no `ttl_s` asked for is that of an orphan.
+        seen |= {f"orphans {names.get('own.close.ok', 0) > names['sessions_expired']}"}
     feared = {"ok", "busy", "engine_lost", "not_found", "exists", "gone", "slow_consumer", "deaths True"}
+    feared |= {f"requests.tokens.{end}" for end in ("ok", "engine_lost", "not_found", "gone")}
+    feared |= {"orphans True"}
     assert feared <= seen

@@ -112,7 +112,7 @@ def test_busy_says_who_has_the_session(tiny_daemon: RunningDaemon, raw_client: R
     assert other.refusal("cancel", request=running_id)["code"] == "not_found"  # ids are a connection's own
     for op, arguments in [
         ("decode", {"max_tokens": 1}), ("prefill", {"tokens": [1]}), ("fork", {}), ("trim", {"to": 1}),
-        ("tokens", {}), ("score", {"tokens": [1]}),
+        ("score", {"tokens": [1]}),
     ]:  # fmt: skip
         mine = client.refusal(op, session=session, **arguments)
         assert (mine["code"], mine["details"]["request"]) == ("busy", {"op": "decode", "id": running_id}), op
@@ -122,6 +122,27 @@ def test_busy_says_who_has_the_session(tiny_daemon: RunningDaemon, raw_client: R
     assert client.ask("info", session=session)["running"] == "decode"
     assert client.ask("cancel", request=running_id)["cancelled"] is True
     assert client.final(running_id)["finish"] == "cancelled"
+
+
+def test_tokens_are_read_while_a_decode_streams(tiny_daemon: RunningDaemon, raw_client: RawClient) -> None:
+    """A read gives what the session has at that moment, and the stream doesn't notice."""
+    client, other = raw_client(tiny_daemon, app="reads"), raw_client(tiny_daemon, app="reads")
+    session = client.open(PROMPT)
+    decode = client.send("decode", session=session, max_tokens=ENDLESS, ignore_eos=True)
+    client.begun(decode)
+    seen = [other.ask("tokens", session=session)["tokens"] for _ in range(5)]
+    part = other.ask("tokens", session=session, from_=2, to=7)["tokens"]
+    assert client.ask("info", session=session)["running"] == "decode"
+    assert client.ask("cancel", request=decode)["cancelled"] is True
+    *events, final = client.replies(decode)
+    held = other.ask("tokens", session=session)["tokens"]
+    assert held == PROMPT + [token for event in events for token in event["tokens"]]
+    assert held == PROMPT + final["tokens"]
+    lengths = [len(tokens) for tokens in seen]
+    assert len(PROMPT) < lengths[0] <= lengths[-1] <= len(held)
+    assert lengths == sorted(lengths)
+    assert all(tokens == held[: len(tokens)] for tokens in seen)
+    assert part == held[2:7]
 
 
 def test_sync_supersedes_a_decode_and_a_sync(tiny_daemon: RunningDaemon, connect_to: ConnectTo) -> None:
