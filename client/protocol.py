@@ -291,7 +291,8 @@ Source = Literal["session", "fork", "shared", "snapshot", "none"]
 class Receipt:
     """What an operation reused and what it had to compute; together they are the session's length.
 
-    Only a trim without replay, of a session whose KV is gone, leaves both at 0 for what is still missing.
+    Only where nothing was computed and KV is gone (a trim without replay, a request cancelled before it
+    began) does what is still missing count in neither.
     """
 
     reused: int = 0  # tokens kept, whose KV was already there
