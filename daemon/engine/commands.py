@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from stateroom.caches.layout import CAPACITY_STEP, capacity_for
+from stateroom.caches.layout import capacity_for
 from stateroom.client import protocol as p
 from stateroom.client.errors import Busy, Capacity, Exists, Invalid, NotFound, TooLong, Unsupported
 from stateroom.daemon.engine import inputs
@@ -92,19 +92,22 @@ class Commands:
 
     def _growth(self, session: Session | None, length: int) -> int:
         """Bytes that a session (None: a new one) has still to take to hold so many tokens."""
-        held = session.kv_bytes if session is not None else 0
+        held = self.engine.held_bytes(session) if session is not None else 0
         rows = int(capacity_for(length) * self.engine.bytes_per_token)
         states = self.engine.state_bytes if length else 0
         return max(rows + states - held, 0)
 
     def _promised(self) -> int:
-        """Bytes that prefills and scores admitted earlier have still to take."""
-        return sum(
-            self._growth(work.session, work.change.length)
-            if isinstance(work, Fill)
-            else self._growth(None, work.session.length + len(work.continuation))  # on a copy
-            for work in self.engine.fills
-        )
+        """Bytes that what was admitted earlier has still to take, at the most."""
+        promised = 0
+        for request in self.engine.requests.values():
+            if isinstance(request, Fill):
+                promised += self._growth(request.session, max(request.change.length, request.most))
+            elif isinstance(request, Score):
+                promised += self._growth(None, request.session.length + len(request.continuation))  # a copy
+            else:
+                promised += self._growth(request.session, request.most)
+        return promised
 
     # ------------------------------------------------------------ opening, content
 
@@ -247,8 +250,8 @@ class Commands:
         if request.sampling is not None:
             check_sampling(request.sampling, self.loaded.vocab)
         inputs.check_tokens(request.stop_tokens or [], self.loaded.vocab, "stop_tokens")
-        coming = min(request.max_tokens, CAPACITY_STEP, self.loaded.context - session.length)
-        self._admit((session, session.length + coming))
+        most = min(session.length + request.max_tokens, self.loaded.context)
+        self._admit((session, most))
         received = self.engine.clock_ms()
         missing = session.missing
 
@@ -282,7 +285,7 @@ class Commands:
         else:
             # The content is as it was; only KV that was dropped is computed again.
             self.engine.begin_work(
-                Fill(command.rid, session, plan(session, session.length, []), then, received)
+                Fill(command.rid, session, plan(session, session.length, []), then, received, most=most)
             )
 
     def _fork(self, command: Command, request: p.Fork) -> None:

@@ -161,6 +161,15 @@ class Engine:
         batches = sum(batch.cache.nbytes_capacity for batch in self.batches if batch.cache is not None)
         return batches + sum(session.kv_bytes for session in self.sessions.values())
 
+    def held_bytes(self, session: Session) -> int:
+        """What a session's KV takes now, its share of a batch if its row is lent."""
+        if not session.lent:
+            return session.kv_bytes
+        for batch in self.batches:
+            if batch.cache is not None and any(stream.session is session for stream in batch.members):
+                return batch.cache.nbytes_capacity // batch.cache.rows
+        return 0
+
     def step(self) -> bool:
         """One turn of the loop; False when nothing is left to do."""
         self._join()

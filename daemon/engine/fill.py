@@ -31,6 +31,7 @@ class Fill:
     received_ms: float
     progress: bool = False
     chat: bool = False  # its tokens are of chat messages appended to others
+    most: int = 0  # tokens the session may come to by the decode that follows
     opens: bool = False  # its session is new, and goes again if it fails
     started_ms: float | None = None
     before: int = 0  # the session's length before the change

@@ -77,6 +77,11 @@ class Stream:
             penalised=has_penalty(sampling),
         )
 
+    @property
+    def most(self) -> int:
+        """The length that the session may come to."""
+        return min(self.base + self.request.max_tokens, self.context)
+
     def has_ended(self) -> bool:
         return self.finish is not None
 
