@@ -77,8 +77,8 @@ class Peer:
         return {"device": facts["device"], "blas": facts["blas"]}
 
     def ways(self) -> tuple[bool, ...]:
-        """Values of `switched` that make a difference here, the fairer one first."""
-        return (True, False) if self.ask("facts")["switches"] else (False,)
+        """Values of `switched` that make a difference here; the goals are held against the first."""
+        return (False, True) if self.ask("facts")["switches"] else (False,)
 
     def ask(self, work: str, **arguments: Any) -> dict[str, Any]:
         """One piece of work of `peer_process.py`, and its answer."""

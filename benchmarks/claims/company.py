@@ -29,7 +29,7 @@ def run(rig: Rig) -> list[Measurement]:
     for i in range(rig.rounds(ROUNDS)):
         mine, seconds = through_daemon(sides, prompts, tokens)
         ours.append(sum(map(len, mine)) / seconds)
-        for switched in ways[: 1 if i else None]:  # as it comes once: it takes long, and has no goal
+        for switched in ways[: 1 if i else None]:  # switched only once: it takes long, and has no goal
             theirs, seconds = sides.peer.batch(prompts, tokens, STAGGER, switched)
             peer[switched].append(sum(map(len, theirs)) / seconds)
             parts[switched].append(compare(mine, theirs, partial(_gap, sides, prompts, mine, theirs)))

@@ -22,7 +22,6 @@ LEAST = 3.0
 def run(rig: Rig) -> list[Measurement]:
     sides = rig.sides(DEMO)
     buffer = sides.prompt(BUFFER)
-    switched = sides.peer.ways()[0]
     pairs, parts = [], []
     with sides.room.open(tokens=buffer) as session:
         for i in range(rig.rounds(ROUNDS)):
@@ -30,7 +29,7 @@ def run(rig: Rig) -> list[Measurement]:
             edited = buffer[:KEPT] + edit + buffer[KEPT + EDITED :]
             ours, theirs = (
                 _resident(session, edited),
-                sides.peer.generate(edited, DRAWN, switched),
+                sides.peer.generate(edited, DRAWN),
             )
             pairs.append((ours, theirs))
             parts.append(agreement(sides, edited, ours, theirs))

@@ -16,11 +16,10 @@ def run(rig: Rig) -> list[Measurement]:
     sides = rig.sides(TOY)
     prompt = sides.prompt(PROMPT)
     tokens = 64 if rig.quick else TOKENS
-    switched = sides.peer.ways()[0]  # the same BLAS threads: what is added here is not arithmetic
     through_daemon(sides, prompt, tokens)
-    sides.peer.generate(prompt, tokens, switched)
+    sides.peer.generate(prompt, tokens)
     pairs = [
-        (through_daemon(sides, prompt, tokens), sides.peer.generate(prompt, tokens, switched))
+        (through_daemon(sides, prompt, tokens), sides.peer.generate(prompt, tokens))
         for _ in range(rig.rounds(ROUNDS))
     ]
     return [

@@ -2,7 +2,7 @@
 
 The daemon adds its protocol, the engine's loop and a client; it should cost next to nothing. On a CPU the
 engine also switches BLAS threads between prefill and decode. What that alone is worth shows where the peer
-is measured twice: with the same switching, and as it comes.
+is measured a second time, with the same switching.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Rounds:
         self.peer: dict[bool, list[Run]] = {switched: [] for switched in self.ways}
         for i in range(rounds):
             self.ours.append(through_daemon(sides, prompt, tokens))
-            for switched in self.ways[: 1 if i else None]:  # as it comes only once: it has no goal
+            for switched in self.ways[: 1 if i else None]:  # switched only once: it has no goal
                 self.peer[switched].append(sides.peer.generate(prompt, tokens, switched))
         self.tokens = {
             switched: together(
@@ -67,7 +67,7 @@ class Rounds:
     def measurements(
         self, claim: str, figure: Callable[[Run], tuple[float, str]], lower_is_better: bool = False
     ) -> list[Measurement]:
-        """Against each way of the peer; the goal is held against the fairest."""
+        """Against each way of the peer."""
         return [
             Measurement(
                 claim=claim,
