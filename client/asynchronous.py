@@ -21,6 +21,7 @@ from stateroom.client.blocking import (
     CLOSED,
     FRAMES_MAX,
     GONE,
+    LINK_EVENTS,
     LOST_EVENTS,
     RETRY_S,
     event_of,
@@ -61,7 +62,11 @@ def connect_async(
 
 
 class _AsyncLink:
-    """A socket, its monitor, the requests in flight on it, and the tasks that serve them."""
+    """A socket, its monitor, the requests in flight on it, and the tasks that serve them.
+
+    Attributes:
+        connected: somebody listens there.
+    """
 
     def __init__(
         self, context: zmq.asyncio.Context, endpoint: str, first_id: int, timeouts: Timeouts
@@ -69,10 +74,11 @@ class _AsyncLink:
         self.exchange: Exchange[AsyncInbox] = Exchange(
             Connection(first_id=first_id, cancel_s=timeouts.cancel_s)
         )
+        self.connected = False
         self._loop = asyncio.get_running_loop()
         self._dealer = context.socket(zmq.DEALER)
         prepare(self._dealer)
-        self._monitor = self._dealer.get_monitor_socket(LOST_EVENTS)
+        self._monitor = self._dealer.get_monitor_socket(LINK_EVENTS)
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
         try:
@@ -122,6 +128,7 @@ class _AsyncLink:
         event = 0
         while not event & LOST_EVENTS:
             event = event_of(await self._monitor.recv_multipart())
+            self.connected = self.connected or event == zmq.EVENT_CONNECTED
         with suppress(zmq.Again):  # what came before the end still counts
             for _ in range(FRAMES_MAX):
                 parts = await self._dealer.recv_multipart(zmq.NOBLOCK)
@@ -237,7 +244,7 @@ class AsyncSocket:
                 return link
             self._part(link)
             if isinstance(answer, RequestTimeout):
-                raise no_daemon(self.endpoint, self._connect_s, silent=True)
+                raise no_daemon(self.endpoint, self._connect_s, silent=link.connected)
             if not isinstance(answer, Disconnected):
                 raise cast("StateroomError | ClientError", answer)
             if loop.time() + RETRY_S >= deadline:

@@ -56,6 +56,7 @@ _FAILURES = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | _FAILURES
+LINK_EVENTS = LOST_EVENTS | zmq.EVENT_CONNECTED
 
 
 def connect(
@@ -120,15 +121,20 @@ def no_daemon(endpoint: str, waited_s: float, *, silent: bool) -> NoDaemon:
 
 
 class _Link:
-    """A socket, its monitor, and the requests in flight on it. Used by the socket's thread only."""
+    """A socket, its monitor, and the requests in flight on it. Used by the socket's thread only.
+
+    Attributes:
+        connected: somebody listens there.
+    """
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first_id: int, timeouts: Timeouts
     ):
         self.exchange: Exchange[Inbox] = Exchange(Connection(first_id=first_id, cancel_s=timeouts.cancel_s))
+        self.connected = False
         self.dealer = context.socket(zmq.DEALER)
         prepare(self.dealer)
-        self.monitor = self.dealer.get_monitor_socket(LOST_EVENTS)
+        self.monitor = self.dealer.get_monitor_socket(LINK_EVENTS)
         try:
             self.dealer.connect(endpoint)
         except zmq.ZMQError as error:
@@ -166,7 +172,9 @@ class _Link:
                 self.exchange.receive(b"".join(self.dealer.recv_multipart(zmq.NOBLOCK)), time.monotonic())
 
     def _look_at_monitor(self) -> None:
-        if event_of(self.monitor.recv_multipart()) & LOST_EVENTS:
+        event = event_of(self.monitor.recv_multipart())
+        self.connected = self.connected or event == zmq.EVENT_CONNECTED
+        if event & LOST_EVENTS:
             self._receive(FRAMES_MAX)  # what came before the end still counts
             self.exchange.lose(GONE)
 
@@ -348,7 +356,7 @@ class SocketThread:
                 return link
             self._part(link)
             if isinstance(answer, RequestTimeout):
-                raise no_daemon(self.endpoint, self._connect_s, silent=True)
+                raise no_daemon(self.endpoint, self._connect_s, silent=link.connected)
             if self._stopping or not isinstance(answer, Disconnected):
                 raise cast("StateroomError | ClientError", answer)
             if time.monotonic() + RETRY_S >= deadline:

