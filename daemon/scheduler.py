@@ -33,7 +33,7 @@ class Pace:
 
     gap_ms: float | None = None
     gap_steps: float = 3.0
-    idle_ms: float = 500.0
+    idle_ms: float = 900.0
     ms_per_token: float | None = None
     step_ms: float | None = None
     since_alone: int = ALONE_EVERY

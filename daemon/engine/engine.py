@@ -124,6 +124,15 @@ class Engine:
             bytes_per_token=probe.bytes_per_token,
         )
 
+    def trial_step(self) -> Callable[[], None]:
+        """A decode step of one row that belongs to nobody, to be timed before there is work."""
+        row = SessionCache.create(self.loaded.model)
+
+        def step() -> None:
+            mx.eval(row.forward(self.loaded.model, mx.array([[0]], dtype=mx.uint32)), row.arrays())
+
+        return step
+
     # ------------------------------------------------------------ answers
 
     def answer(self, rid: int, body: Body, journal: Journal | None = None) -> None:
@@ -270,7 +279,7 @@ class Engine:
         batch.landing = flight
         mx.eval(flight.drawn.arrays())
         tokens = cast("list[int]", flight.drawn.tokens.tolist())
-        finite = cast("list[bool]", flight.drawn.finite.tolist())
+        finite = flight.drawn.read_finite()
         logprobs = flight.drawn.read_logprobs()
         self.steps += 1
         ended = []

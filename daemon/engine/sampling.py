@@ -68,16 +68,20 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Lazy arrays: `tokens` [B] uint32; `finite` [B] bool, false where a raw logit is NaN or infinite."""
+    """Lazy arrays: `tokens` [B] uint32; `sums` [B] float32, NaN or infinite where a raw logit is."""
 
     tokens: mx.array
-    finite: mx.array
+    sums: mx.array
     logprobs: Logprobs | None = None
 
     def arrays(self) -> list[mx.array]:
         """Everything to evaluate."""
         more = self.logprobs
-        return [self.tokens, self.finite, *((more.chosen, more.values, more.ids) if more else ())]
+        return [self.tokens, self.sums, *((more.chosen, more.values, more.ids) if more else ())]
+
+    def read_finite(self) -> list[bool]:
+        """By row: whether all of the model's logits are finite numbers. Waits for the device."""
+        return [math.isfinite(total) for total in cast("list[float]", self.sums.tolist())]
 
     def read_logprobs(self) -> dict[int, TokenLogprob]:
         """By row of the batch, for the rows that asked. Waits for the device."""
@@ -121,15 +125,12 @@ def sample(logits: mx.array, rows: Sequence[Row]) -> Drawn:
     """
     # logits: [B, V]
     logits = logits.astype(mx.float32)
-    # One NaN or infinity makes the sum NaN or infinite, and its difference with itself NaN.
-    drift = logits.sum(axis=-1)
-    drift = drift - drift
-    finite = drift == drift
+    sums = logits.sum(axis=-1)  # one NaN or infinity makes the sum NaN or infinite
     if all(_is_plain(row.sampling) for row in rows):
         tokens = mx.argmax(logits, axis=-1)
     else:
         tokens = _draw_groups(_adjust(logits, rows), rows)
-    return Drawn(tokens, finite, _logprobs(logits, tokens, rows))
+    return Drawn(tokens, sums, _logprobs(logits, tokens, rows))
 
 
 # ---------------------------------------------------------------- bias and penalties

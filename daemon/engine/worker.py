@@ -137,15 +137,20 @@ def make_engine(
     from stateroom.daemon.engine.engine import Engine
 
     on_gpu = str(loaded.facts.get("device", "cpu")).startswith("gpu")
-    return Engine(
+    blas = None if on_gpu else BlasThreads.find()
+    engine = Engine(
         loaded,
         clock_ms=lambda: time.monotonic() * 1000.0,
         emit=emit,
         report=report,
         kv_budget_bytes=kv_budget,
         pace=Pace(gap_ms=GAP_MS_GPU if on_gpu else None),
-        blas=None if on_gpu else BlasThreads.find(),
+        blas=blas,
     )
+    if blas is not None and not blas.pays(engine.trial_step()):
+        blas.many()
+        engine.blas = None  # then nothing is switched, and quanta share the device with steps
+    return engine
 
 
 def main(
@@ -181,8 +186,13 @@ def main(
         context.term()
         raise SystemExit(1) from None
     info = ModelInfo(id=model_id, loaded=True, context=loaded.context, vocab=loaded.vocab, kinds=engine.kinds)
-    log.info("ready", model=model_id, **loaded.facts)
-    send(socket, Ready(info, {**loaded.facts, "bytes_per_token": engine.bytes_per_token}))
+    facts = {
+        **loaded.facts,
+        "bytes_per_token": engine.bytes_per_token,
+        "blas_switched": engine.blas is not None,
+    }
+    log.info("ready", model=model_id, **facts)
+    send(socket, Ready(info, facts))
     Worker(socket, Commands(engine)).run()
     socket.close()
     context.term()

@@ -49,8 +49,8 @@ def test_a_prefill_always_moves() -> None:
     assert moved >= 70 * QUANTUM_MIN
 
 
-def test_alone_a_quantum_takes_half_a_second() -> None:
-    pace = Pace()
+def test_alone_a_quantum_takes_its_time_and_no_more() -> None:
+    pace = Pace(idle_ms=500.0)
     quanta = run(pace, 50, step_ms=0.0, token_ms=5.0, streams=False)
     assert quanta[-1] == 96
     assert pace.quantum(7, streams=False) == 7

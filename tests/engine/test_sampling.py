@@ -198,7 +198,7 @@ def test_extreme_options_stay_in_the_vocabulary() -> None:
     ):
         drawn = sample(mx.array(logits), [Row(sampling, history=list(range(V)))])
         assert 0 <= drawn.tokens.item() < V
-        assert drawn.finite.item()
+        assert drawn.read_finite() == [True]
 
 
 @given(
@@ -301,7 +301,7 @@ def test_a_nonfinite_row_is_told_and_harms_no_other() -> None:
     poisoned[6, 0] = -np.inf
     drawn = sample(mx.array(poisoned), rows)
     bad = {1, 3, 4, 6}
-    assert drawn.finite.tolist() == [i not in bad for i in range(8)]
+    assert drawn.read_finite() == [i not in bad for i in range(8)]
     tokens: list[int] = drawn.tokens.tolist()  # type: ignore[assignment]
     assert all(0 <= token < V for token in tokens)
     assert [tokens[i] for i in range(8) if i not in bad] == [clean[i] for i in range(8) if i not in bad]
@@ -310,7 +310,7 @@ def test_a_nonfinite_row_is_told_and_harms_no_other() -> None:
 def test_half_precision_logits_of_a_large_vocabulary_are_finite() -> None:
     """Their plain sum would pass 65504."""
     logits = mx.full((1, 50_000), 12.0, dtype=mx.float16)
-    assert sample(logits, [Row()]).finite.item()
+    assert sample(logits, [Row()]).read_finite() == [True]
 
 
 # ---------------------------------------------------------------- log-probabilities
@@ -373,5 +373,5 @@ def test_the_greedy_path_is_one_argmax(tmp_path: Path) -> None:
     mx.export_to_dot(str(tmp_path / "graph.dot"), *drawn.arrays())
     steps = re.findall(r'label ="(\w+)', (tmp_path / "graph.dot").read_text())
     assert steps.count("ArgReduce") == 1
-    assert sorted(step for step in steps if step != "Squeeze") == ["ArgReduce", "Equal", "Subtract", "Sum"]
+    assert sorted(step for step in steps if step != "Squeeze") == ["ArgReduce", "Sum"]
     assert drawn.tokens.tolist() == mx.argmax(logits, axis=-1).tolist()
