@@ -197,7 +197,9 @@ class Session(SessionState):
         return self._room.call(Cancel(session=self.id), CancelResult).cancelled
 
     def close(self) -> CloseResult:
-        """Ends the session in the daemon and frees its memory."""
+        """Ends the session in the daemon and frees its memory; again is harmless."""
+        if self.closed:
+            return CloseResult(freed_bytes=0)
         return self._call(Close(session=self.id), CloseResult)
 
     def _call(
@@ -323,6 +325,8 @@ class AsyncSession(SessionState):
 
     async def close(self) -> CloseResult:
         """As `Session.close`."""
+        if self.closed:
+            return CloseResult(freed_bytes=0)
         return await self._call(Close(session=self.id), CloseResult)
 
     async def _call(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 
-HINT = "stateroom: only the client is installed here; the command needs: pip install 'stateroom[daemon]'"
+HINT = (
+    "stateroom: only the client is installed here; the command needs: "
+    "pip install 'stateroom[daemon]', or '.[daemon]' in a clone"
+)
 
 
 def main() -> None:

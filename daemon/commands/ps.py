@@ -20,12 +20,14 @@ def ps(app: App = COMMANDS_APP, as_json: AsJson = False, endpoint: Endpoint = No
     """List the sessions of one owner."""
     with connect(endpoint, app=app) as room:
         sessions = room.list()
+        others = int(room.stats().gauges["sessions"]) - len(sessions)
     if as_json:
         out.print_json(json.dumps([asdict(session) for session in sessions]))
     elif sessions:
         out.print(table(sessions))
     else:
-        err.print(f"{plain(app)} has no sessions.", markup=False)
+        elsewhere = f" Other apps have {others}: name one with --app." if others else ""
+        err.print(f"{plain(app)} has no sessions.{elsewhere}", markup=False)
 
 
 def table(sessions: list[SessionInfo]) -> Table:

@@ -13,6 +13,9 @@ from tests.conftest import RunningDaemon
 from tests.system.terminal import CTRL_C, CTRL_D, Terminal
 from tests.tiny import write_tiny_model
 
+from stateroom.client import connect
+from stateroom.daemon.exits import CONFIG
+
 pytestmark = pytest.mark.system
 
 COMMAND = [sys.executable, "-m", "stateroom.daemon.cli"]
@@ -58,6 +61,21 @@ def test_generate_streams_an_answer_and_forgets_it(tiny_daemon: RunningDaemon) -
     again = stateroom(tiny_daemon.env, "generate", "-", "--max-tokens", "8", text="hello")
     assert again.stdout == done.stdout
     assert "has no sessions" in stateroom(tiny_daemon.env, "ps").stderr
+
+
+def test_ps_tells_that_other_apps_have_sessions(tiny_daemon: RunningDaemon) -> None:
+    with connect(tiny_daemon.endpoint, app="elsewhere") as room, room.open(tokens=[1]) as session:
+        told = stateroom(tiny_daemon.env, "ps", "--app", "nobody").stderr
+        assert "nobody has no sessions. Other apps have " in told
+        session.close()
+        assert session.close().freed_bytes == 0  # again is harmless, and so is the end of `with`
+
+
+def test_serve_of_a_model_that_is_nowhere_leaves_at_once(tiny_daemon: RunningDaemon) -> None:
+    done = stateroom(tiny_daemon.env, "serve", "--model", "nosuch")
+    assert done.returncode == CONFIG
+    assert "There is no model 'nosuch'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_generate_raw_and_seeded(tiny_daemon: RunningDaemon) -> None:
