@@ -248,7 +248,7 @@ def test_after_a_timeout_the_late_reply_is_dropped_and_the_room_goes_on(client_p
         client_peer.on["stats"] = lambda call: call.result(counters={"new": 1}, gauges={})
         assert (await room.stats()).counters == {"new": 1}
 
-    run(client_peer, main, timeouts=Timeouts(call_s=0.05))
+    run(client_peer, main, timeouts=Timeouts(call_s=0.5))
 
 
 def test_a_lost_daemon_fails_open_requests_at_once_and_the_room_connects_anew(client_peer: Peer) -> None:

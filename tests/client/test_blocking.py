@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.client.peer import PATIENCE_S, Call, Peer, wait_until
+from tests.measured import best
 
 from stateroom.client import Message, Room, Sampling, Timeouts, blocking, connect, inbox
 from stateroom.client.errors import (
@@ -362,8 +363,8 @@ def test_frames_that_are_no_replies_are_passed_over(client_room: Room, client_pe
 def test_after_a_timeout_the_late_reply_is_dropped_and_the_room_goes_on(client_peer: Peer) -> None:
     """B67."""
     client_peer.on["stats"] = lambda call: None
-    with connect(client_peer.endpoint, timeouts=Timeouts(call_s=0.05)) as room:
-        with pytest.raises(RequestTimeout, match=r"No reply to `stats` within 0.05 s"):
+    with connect(client_peer.endpoint, timeouts=Timeouts(call_s=0.5)) as room:
+        with pytest.raises(RequestTimeout, match=r"No reply to `stats` within 0.5 s"):
             room.stats()
         late = client_peer.wait_for("stats")
         assert client_peer.wait_for("cancel").args == {"request": late.id}
@@ -376,14 +377,14 @@ def test_a_stream_may_take_long_if_something_comes(client_peer: Peer) -> None:
     def slow(call: Call) -> None:
         def run() -> None:
             for token in b"bcd":
-                time.sleep(0.1)
+                time.sleep(0.25)
                 call.token(token)
 
         threading.Thread(target=run).start()
 
     client_peer.on["decode"] = slow
     with connect(client_peer.endpoint) as room:
-        stream = room.open(text="a").decode(9, timeout_s=0.25)
+        stream = room.open(text="a").decode(9, timeout_s=0.6)
         with pytest.raises(RequestTimeout, match="No further reply"):
             stream.wait()
         assert stream.text == "bcd"
@@ -428,7 +429,7 @@ def test_a_lost_daemon_fails_open_requests_at_once_and_the_room_connects_anew(
     client_peer.stop()
     with pytest.raises(Disconnected, match="went away"):
         stream.wait()
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 5.0  # not the stream's own patience, which is minutes
     assert stream.text == "abc"
     old_ids = {call.id for call in client_peer.calls}
     client_peer.calls.clear()
@@ -463,19 +464,23 @@ def test_requests_of_a_room_whose_daemon_stays_away_fail_in_time(client_peer: Pe
             except ClientError as error:
                 failures.append(error)
 
-        threads = [threading.Thread(target=ask) for _ in range(6)]
-        started = time.monotonic()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        def take(count: int) -> float:
+            started = time.monotonic()
+            threads = [threading.Thread(target=ask) for _ in range(count)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            return time.monotonic() - started
+
+        alone_s = take(1) + take(1)  # the first may only find out that it has gone
+        assert best(lambda: take(6), 3 * alone_s) < 3 * alone_s  # one after the other they'd take six times
         assert {type(failure) for failure in failures} <= {NoDaemon, Disconnected}
-        assert len(failures) == 6
-        assert time.monotonic() - started < 1.5
-        started = time.monotonic()
-        with pytest.raises(Disconnected), session:  # whose end does not ask a daemon that isn't there
+        client_peer.start()
+        with pytest.raises(Disconnected), session:  # whose end does not ask a daemon that wasn't there
             raise Disconnected("Gone.")
-        assert time.monotonic() - started < 0.2
+        room.stats()
+        assert client_peer.asked("close") == []
 
 
 def test_a_daemon_that_does_not_read_is_given_up(client_peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:

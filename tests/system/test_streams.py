@@ -272,6 +272,11 @@ def test_a_client_that_does_not_read_is_stopped_and_nobody_waits_for_it(
             last = time.monotonic()
             if len(gaps) % 50 == 0 and room.stats().counters["streams_cut"]:
                 break
+        alone = []  # the same machine, a moment later
+        last = time.monotonic()
+        for _ in beside.decode(200, ignore_eos=True):
+            alone.append(time.monotonic() - last)
+            last = time.monotonic()
     assert room.stats().counters["streams_cut"] == 1
     seconds_until(lambda: running(room) == 0, SOON_S, "the unread stream ends")
     replies = slow.replies(request_id)
@@ -285,11 +290,13 @@ def test_a_client_that_does_not_read_is_stopped_and_nobody_waits_for_it(
     again = slow.ask("decode", session=session, max_tokens=6, ignore_eos=True)["tokens"]
     assert again == greedy(room, held, 6)
     gaps.sort()
+    alone.sort()
     tell(
         f"cut after {len(told)} unread tokens of {length}; beside, {len(gaps)} tokens: "
-        f"median {gaps[len(gaps) // 2] * 1000:.1f} ms, p99 {gaps[int(len(gaps) * 0.99)] * 1000:.1f} ms"
+        f"median {gaps[len(gaps) // 2] * 1000:.1f} ms, p99 {gaps[int(len(gaps) * 0.99)] * 1000:.1f} ms, "
+        f"later, alone, p99 {alone[int(len(alone) * 0.99)] * 1000:.1f} ms"
     )
-    assert gaps[int(len(gaps) * 0.99)] < 0.25
+    assert gaps[int(len(gaps) * 0.99)] < 0.25 + 10 * alone[int(len(alone) * 0.99)]
 
 
 def test_an_unread_watch_is_cut_and_other_replies_still_come(
