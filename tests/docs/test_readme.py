@@ -11,6 +11,9 @@ import pytest
 from tests.conftest import StartDaemon
 from tests.tiny import write_tiny_model
 
+import stateroom.client
+from stateroom.client import Room, Session, TokenStream
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 README = (ROOT / "README.md").read_text()
 BEFORE = """
@@ -39,6 +42,27 @@ def test_the_example_runs_as_it_stands(start_daemon: StartDaemon, tmp_path: Path
     assert reused + prefilled == length
     assert reused > prefilled > 0
     assert trimmed > 0
+
+
+@pytest.mark.system
+def test_the_python_pages_example_runs_as_it_stands(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
+    daemon = start_daemon(model=write_tiny_model(tmp_path / "tiny"))
+    done = subprocess.run(
+        [sys.executable, "-c", example], env=daemon.env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"(stop|stop_token|length) \d+$", done.stdout)
+
+
+def test_the_python_page_names_what_there_is() -> None:
+    page = (ROOT / "docs" / "python.md").read_text()
+    for owner, name in re.findall(r"`(room|session|stream)\.(\w+)", page):
+        assert hasattr({"room": Room, "session": Session, "stream": TokenStream}[owner], name), (
+            f"{owner}.{name}"
+        )
+    for name in re.findall(r"`([A-Z]\w+)`", page):
+        assert hasattr(stateroom.client, name), name
 
 
 def test_links_lead_somewhere() -> None:
