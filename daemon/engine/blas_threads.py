@@ -19,6 +19,7 @@ from typing import Any
 DECODE_THREADS = 1
 TRIAL_S = 2.0  # for the trial; a step of a large model takes longer than that
 ROUNDS_MOST = 8
+GAIN = 0.95  # of the time; less is not worth running quanta by themselves
 
 
 class BlasThreads:
@@ -56,7 +57,7 @@ class BlasThreads:
                 least[i] = min(least[i], time.perf_counter() - began_s)
             if time.perf_counter() > end_s:
                 break
-        return least[0] < least[1]
+        return least[0] < GAIN * least[1]
 
     def few(self) -> None:
         self._switch(min(DECODE_THREADS, self._most))

@@ -26,6 +26,7 @@ from stateroom.client.limits import BATCH_MAX
 from stateroom.client.protocol import Body, Caps, KindCaps, LengthResult, Receipt
 from stateroom.daemon.engine.batch import Batch, Flight
 from stateroom.daemon.engine.blas_threads import BlasThreads
+from stateroom.daemon.engine.cpu_linear import use_pieces
 from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.model import LoadedModel
 from stateroom.daemon.engine.problem import ModelError
@@ -102,6 +103,8 @@ class Engine:
             ModelError: some layer keeps its state in a way that isn't understood; the message names it.
         """
         attention.install(self.loaded.model)
+        if mx.default_device().type == mx.DeviceType.cpu:
+            use_pieces(self.loaded.model)
         try:
             probe = SessionCache.create(self.loaded.model)
         except UnknownKind as error:
