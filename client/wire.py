@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, partial
 from typing import Annotated, Any, TypeVar
 
@@ -243,6 +243,13 @@ def to_wire(value: Any) -> Any:
     return value
 
 
+@dataclass(frozen=True)
+class PlainResult(Result):
+    """A result in wire form already, for what is too much to be made twice."""
+
+    fields: dict[str, Any]
+
+
 M = TypeVar("M")
 
 
@@ -354,6 +361,8 @@ def body_to_wire(body: Body) -> dict[str, Any]:
     if isinstance(body, ErrorBody):
         error = {"code": body.code, "message": body.message, "field": body.field, "details": body.details}
         return {"error": error}
+    if isinstance(body, PlainResult):
+        return body.fields
     if isinstance(body, InfoResult):
         return typing.cast("dict[str, Any]", to_wire(body.info))
     return typing.cast("dict[str, Any]", to_wire(body))

@@ -34,7 +34,6 @@ from stateroom.client.protocol import (
     Info,
     InfoResult,
     List,
-    ListResult,
     Load,
     ModelInfo,
     ModelResult,
@@ -50,6 +49,7 @@ from stateroom.client.protocol import (
     Unload,
     Watch,
 )
+from stateroom.client.wire import PlainResult
 from stateroom.daemon.catalog import Catalog, Session
 from stateroom.daemon.lifecycle import RequestEvent, RequestState
 from stateroom.daemon.logs import incident
@@ -159,8 +159,7 @@ class Desk:
         if isinstance(request, Hello):
             self._hello(ticket, peer, request)
         elif isinstance(request, List):
-            sessions = [self._info(session) for session in self._catalog.owned(peer.app)]
-            self._tickets.reply(ticket, ListResult(sessions=sessions))
+            self._tickets.reply(ticket, self._list(peer.app))
         elif isinstance(request, Stats):
             self._tickets.reply(ticket, self.stats())
         elif isinstance(request, Cancel):
@@ -184,12 +183,20 @@ class Desk:
         else:
             raise AssertionError(f"{request.op} is in OPERATIONS and has no place here")
 
+    def _list(self, owner: str) -> PlainResult:
+        listed = self._catalog.listed(owner)
+        for session, info in listed:
+            if self._queued(session):
+                info["state"] = "queued"
+        return PlainResult({"sessions": [info for _, info in listed]})
+
     def _info(self, session: Session) -> SessionInfo:
         info = self._catalog.info(session)
+        return replace(info, state="queued") if self._queued(session) else info
+
+    def _queued(self, session: Session) -> bool:
         running = self._tickets.get(session.running)
-        if running is not None and running.state is RequestState.HELD:
-            return replace(info, state="queued")
-        return info
+        return running is not None and running.state is RequestState.HELD
 
     def _hello(self, ticket: Ticket, peer: Peer, request: Hello) -> None:
         if request.app is not None:

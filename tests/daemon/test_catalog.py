@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
 from stateroom.client.errors import Capacity, Exists, NotFound
+from stateroom.client.protocol import KindCaps, SessionInfo
+from stateroom.client.wire import to_wire
 from stateroom.daemon.catalog import Catalog, Session
 from stateroom.daemon.clock import ManualClock
 from stateroom.daemon.lifecycle import SessionEvent
@@ -93,6 +97,23 @@ def test_the_journal_keeps_a_prefix_and_appends() -> None:
         session.journal(Journal(session.id, 1, []))
     session.forget_engine()
     assert (session.private_bytes, session.shared_bytes, session.resident) == (0, 0, False)
+
+
+def test_a_listing_is_what_info_tells_in_wire_form() -> None:
+    clock = ManualClock(1000.0)
+    catalog = Catalog(clock)
+    bare, full = add(catalog), add(catalog, name="full", ttl_s=9.5)
+    add(catalog, "other")
+    (child,) = catalog.add("app", "toy", [None], "background", None, [full.id, bare.id])
+    clock.advance(2.5)
+    full.kinds = [KindCaps(kind="full", scheme="dense", layers=2)]
+    full.journal(Journal(full.id, 0, [1, 2, 3], private_bytes=10, shared_bytes=5))
+    full.advance(SessionEvent.START)
+    full.running, full.running_op = 7, "decode"
+    listed = catalog.listed("app")
+    assert [session for session, _ in listed] == [bare, full, child]
+    assert [info for _, info in listed] == [to_wire(catalog.info(session)) for session, _ in listed]
+    assert {field.metadata.get("wire", field.name) for field in fields(SessionInfo)} == set(listed[1][1])
 
 
 def test_idle_sessions_expire_by_the_clock_given() -> None:
