@@ -7,7 +7,8 @@ from dataclasses import dataclass
 # For `connect`: how long to keep trying until a daemon answers. Well below 2 s, for there may be none.
 CONNECT_TIMEOUT_S = 1.5
 CALL_TIMEOUT_S = 30.0  # the daemon answers these within milliseconds; a machine that swaps takes longer
-COMPUTE_TIMEOUT_S = 600.0  # a long prefill on a slow CPU, behind others
+# A long prefill on a slow CPU, behind others; or a model that loads, for which the daemon has less patience.
+COMPUTE_TIMEOUT_S = 960.0
 CANCEL_TIMEOUT_S = 60.0  # one token or one prefill chunk, on a slow CPU
 
 # What the daemon answers by itself, without the model.

@@ -20,7 +20,7 @@ _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 class Patience:
     """How long the daemon waits, and for what. Seconds."""
 
-    load_s: float = 900.0  # a worker that has not said a word of its model is ended
+    load_s: float = 900.0  # a worker that has not said a word of its model is ended; clients wait longer
     silence_s: float = 10.0  # a ready worker without a pulse for so long is reported as silent
     hang_s: float = 120.0  # and is ended after this; one prefill chunk on a slow CPU may take a minute
     stop_s: float = 5.0  # for a worker to leave when its model is unloaded; then SIGTERM

@@ -30,7 +30,11 @@ def serve(
         Path | None, typer.Option(help="Where models are installed", envvar="STATEROOM_HOME")
     ] = None,
     kv_budget: Annotated[
-        str | None, typer.Option(help="The most that sessions may take of the GPU's memory, like 8GiB.")
+        str | None,
+        typer.Option(
+            help="The most KV that each model's sessions may take, like 8GiB. Checked when a request is "
+            "admitted: for a decode, by its next 256 tokens."
+        ),
     ] = None,
     allow_any_model: Annotated[
         bool, typer.Option(help="Let clients open any model by its path or Hugging Face id.")

@@ -13,6 +13,7 @@ import pytest
 from tests.daemon.rig import Rig
 from tests.daemon.scripted_worker import BABBLE, CHUNK, DIE, HANG
 
+from stateroom.client.timeouts import Timeouts
 from stateroom.daemon.config import Patience
 from stateroom.daemon.lifecycle import EngineState
 
@@ -165,6 +166,13 @@ def test_a_worker_that_keeps_failing_is_tried_ever_more_rarely(start_broker: Sta
     rig.until(lambda broker: broker.supervisor.engine("toy").deaths == 6)
     pauses = [entry["restart_in_s"] for entry in rig.entries() if entry["event"] == "engine died"]
     assert pauses[:6] == [0.05, 0.1, 0.2, 0.4, 0.8, 0.8]
+
+
+def test_a_client_waits_longer_for_a_model_than_the_daemon_does() -> None:
+    """So that it hears how loading ended."""
+    wait = Timeouts().wait_for("load")
+    assert wait.timeout_s is not None
+    assert wait.timeout_s > Patience().load_s + Patience().stop_s
 
 
 def test_requests_wait_for_a_model_that_loads(start_broker: StartBroker) -> None:
