@@ -1,7 +1,7 @@
 """Handles on sessions: `Session` and, with the same methods as coroutines, `AsyncSession`.
 
 A handle is an id and what was last heard of it. Two handles on one session are fine, and so are several
-threads on one handle: the daemon serves one request of a session at a time, and a second gets `Busy`.
+threads on one handle: the daemon lets one request at a time change a session, and a second gets `Busy`.
 Only a stream that its reader has left is waited for first.
 """
 
