@@ -113,7 +113,7 @@ def test_the_last_wish_of_a_client_that_leaves_at_once_is_heard(rig: Rig) -> Non
         client.send(op, **arguments)
         client.close()
     rig.until(lambda broker: broker.catalog.get(session) is None)
-    rig.until(lambda broker: broker.desk.stats().gauges["requests_open"] == 0)
+    rig.until(lambda broker: broker.metrics.counters().get("requests.decode.gone") == 1)
     assert other.ask("info", session=kept)["state"] == "idle"
 
 
