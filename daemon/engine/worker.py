@@ -45,6 +45,7 @@ ORPHAN_EXIT_S = 1.0  # after the broker's end, for the step in flight; then the 
 COMMANDS_PER_TURN = 256  # taken between two turns, so that a flood can't starve the streams
 STOP_TURNS_S = 3.0  # for ending open requests when told to stop
 EVENTS, READABLE = int(zmq.EVENTS), int(zmq.POLLIN)  # as numbers: pyzmq takes its time over its enums
+GAP_STEPS_CPU = 6.0  # a quantum of three is mostly the reading of weights
 GAP_MS_GPU = 50.0  # inter-token budget of a running stream on a GPU; a CPU's is in steps
 
 
@@ -144,7 +145,7 @@ def make_engine(
         emit=emit,
         report=report,
         kv_budget_bytes=kv_budget,
-        pace=Pace(gap_ms=GAP_MS_GPU if on_gpu else None),
+        pace=Pace(gap_ms=GAP_MS_GPU if on_gpu else None, gap_steps=GAP_STEPS_CPU),
         blas=blas,
     )
     if blas is not None and not blas.pays(engine.trial_step()):
