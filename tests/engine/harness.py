@@ -24,6 +24,7 @@ from stateroom.daemon.link import Adopt, Answer, CancelCommand, ChatTurn, Comman
 from stateroom.daemon.scheduler import Pace
 
 TURNS_MAX = 5_000
+PROMPT = [10, 20, 30, 40, 50, 60, 70]
 FINAL = p.Result | p.ErrorBody
 
 
@@ -171,3 +172,15 @@ class Bench:
         assert np.isfinite(got).all()
         error = np.abs(got - wanted).max() / max(np.abs(wanted).max(), 1e-6)
         assert error <= bound, f"{session_id}: logits differ by {error:.2e} of their size"
+
+
+def greedy(bench: Bench, tokens: list[int], count: int) -> list[int]:
+    """The plainest loop: a fresh mlx-lm cache, one token at a time."""
+    model = bench.loaded.model
+    caches = make_prompt_cache(model)
+    logits = model(mx.array([tokens]), cache=caches)
+    drawn: list[int] = []
+    for _ in range(count):
+        drawn.append(int(mx.argmax(logits[0, -1]).item()))
+        logits = model(mx.array([[drawn[-1]]]), cache=caches)
+    return drawn

@@ -1,0 +1,165 @@
+"""Failures inside the engine: each ends what it hit by name, and leaves tokens and KV in agreement."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from tests.engine.harness import PROMPT, Bench, greedy
+
+from stateroom.caches.session import SessionCache
+from stateroom.client import protocol as p
+from stateroom.daemon.engine.batch import Batch
+from stateroom.daemon.engine.sampling import Drawn
+
+
+def test_a_session_of_nan_fails_alone_and_heals(bench: Bench) -> None:
+    """X6: NaN in one row's KV ends that session's request by name; its neighbour never notices."""
+    poisoned, clean = bench.open(PROMPT), bench.open([9] * 12)
+    rids = [bench.start(p.Decode(session=s, max_tokens=20, ignore_eos=True)) for s in (poisoned, clean)]
+    for _ in range(4):
+        bench.engine.step()
+    (batch,) = bench.engine.batches
+    assert batch.cache is not None
+    planes = batch.cache._full.planes
+    row = next(i for i, stream in enumerate(batch.members) if stream.session.id == poisoned)
+    for i, plane in enumerate(planes):
+        where = mx.arange(plane.shape[0])[:, None, None, None] == row
+        planes[i] = mx.where(where, mx.array(float("nan")), plane)
+    bench.finish(*rids)
+    failed, went_on = bench.final(rids[0]), bench.final(rids[1])
+    assert isinstance(failed, p.ErrorBody)
+    assert failed.code == "numeric"
+    assert failed.details["length"] == bench.session(poisoned).length
+    assert isinstance(went_on, p.DecodeResult)
+    assert went_on.tokens == greedy(bench, [9] * 12, 20)
+    told = [t for e in bench.bodies[rids[0]] if isinstance(e, p.TokenEvent) for t in e.tokens]
+    assert bench.session(poisoned).tokens == PROMPT + told
+    rest = bench.decode(poisoned, 20 - len(told), ignore_eos=True).tokens
+    assert told + rest == greedy(bench, PROMPT, 20)
+    bench.check_law(clean)
+
+
+def test_a_score_of_nan_fails_by_name_and_heals(bench: Bench) -> None:
+    """X6: no NaN travels, and the next score is computed from the tokens."""
+    session = bench.open(PROMPT)
+    wanted = bench.call(p.Score(session=session, tokens=[1, 2, 3]))
+    cache = bench.session(session).cache
+    assert cache is not None
+    cache._full.planes[:] = [mx.full(plane.shape, float("nan")) for plane in cache._full.planes]
+    failed = bench.call(p.Score(session=session, tokens=[1, 2, 3]))
+    assert isinstance(failed, p.ErrorBody)
+    assert (failed.code, failed.details) == ("numeric", {"length": len(PROMPT)})
+    again = bench.call(p.Score(session=session, tokens=[1, 2, 3]))
+    assert isinstance(wanted, p.ScoreResult)
+    assert isinstance(again, p.ScoreResult)
+    assert again.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
+    bench.check_law(session)
+
+
+@pytest.mark.parametrize("method", ["join", "launch", "leave"])
+def test_a_failure_in_the_batch_ends_its_streams_by_name(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """B16: whatever raises half-way, sessions and KV still describe the same tokens."""
+    first, second = bench.open(PROMPT), bench.open([9] * 12)
+    rid = bench.start(p.Decode(session=first, max_tokens=8, ignore_eos=True))
+    bench.engine.step()
+    original = getattr(Batch, method)
+
+    def fail(*arguments: object, **options: object) -> None:
+        original(*arguments, **options)
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(Batch, method, fail)
+    other = bench.start(p.Decode(session=second, max_tokens=4, ignore_eos=True))
+    for _ in range(6):
+        bench.engine.step()
+    monkeypatch.undo()
+    bench.finish(rid, other)
+    codes = [body.code for body in (bench.final(rid), bench.final(other)) if isinstance(body, p.ErrorBody)]
+    assert codes
+    assert set(codes) == {"internal"}
+    assert bench.incidents
+    for session in (first, second):
+        bench.check_law(session)
+        assert bench.decode(session, 3, ignore_eos=True).tokens == greedy(
+            bench, bench.session(session).tokens[:-3], 3
+        )
+
+
+def test_a_last_draw_that_can_not_be_read_ends_its_stream_by_name(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B16: by then its row has left the batch, and no step in flight names it any more."""
+    short, long = bench.open(PROMPT), bench.open([9] * 12)
+    rids = [
+        bench.start(p.Decode(session=s, max_tokens=n, ignore_eos=True)) for s, n in ((short, 3), (long, 30))
+    ]
+    while len(bench.bodies[rids[0]]) < 2:
+        bench.engine.step()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(Drawn, "read_logprobs", fail)
+    bench.engine.step()
+    monkeypatch.undo()
+    bench.idle()
+    for rid in rids:
+        body = bench.final(rid)
+        assert isinstance(body, p.ErrorBody)
+        assert body.code == "internal"
+    for session in (short, long):
+        bench.check_law(session)
+
+
+def test_a_merge_that_fails_leaves_those_who_decode_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B16: the old pack is still valid."""
+
+    first, second = bench.open(PROMPT), bench.open([9] * 12)
+    rid = bench.start(p.Decode(session=first, max_tokens=8, ignore_eos=True))
+    bench.engine.step()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(SessionCache, "merge_rows", fail)
+    failed = bench.call(p.Decode(session=second, max_tokens=4, ignore_eos=True))
+    monkeypatch.undo()
+    body = bench.finish(rid)
+    assert isinstance(failed, p.ErrorBody)
+    assert isinstance(body, p.DecodeResult)
+    assert body.tokens == greedy(bench, PROMPT, 8)
+    for session in (first, second):
+        bench.check_law(session)
+
+
+def test_a_failure_in_a_quantum_ends_that_prefill_by_name(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = bench.open(PROMPT)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(SessionCache, "forward", fail)
+    body = bench.call(p.Prefill(session=session, tokens=[1, 2, 3]))
+    monkeypatch.undo()
+    assert isinstance(body, p.ErrorBody)
+    assert body.code == "internal"
+    assert body.details["incident"] == "incident"
+    bench.check_law(session)
+    assert bench.session(session).tokens[: len(PROMPT)] == PROMPT
+
+
+def test_an_open_that_fails_leaves_no_session(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(SessionCache, "forward", fail)
+    body = bench.call(p.Open(tokens=PROMPT))
+    assert isinstance(body, p.ErrorBody)
+    assert not bench.engine.sessions
