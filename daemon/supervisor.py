@@ -75,6 +75,7 @@ class Engine:
         self._link: LinkSocket | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._ending = ""  # why we end the process ourselves
+        self._believed = True  # until a message of the process makes no sense
         self._pause_s = 0.0
         self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self.life: asyncio.Task[None] | None = None
@@ -140,6 +141,7 @@ class Engine:
         self.starts += 1
         self._supervisor.metrics.count("engine_starts")
         self.pid, self.failure, self._ending, self.silent = None, None, "", False
+        self._believed = True
         self.gauges = {}
         self.life = self._supervisor.spawn(self._live(self.generation))
 
@@ -211,10 +213,13 @@ class Engine:
             supervisor.listener.on_down(self, generation, reason)
 
     def _receive(self, frame: bytes) -> None:
+        if not self._believed:
+            return  # what it sent between its nonsense and its end
         try:
             self._take(decode_from_worker(frame))
         except Exception:
             # Ours or the worker's fault: what the two sides believe may differ now, so start afresh.
+            self._believed = False
             self._supervisor.log.exception("engine link broken", model=self.id)
             self.kill("its messages made no sense")
 
