@@ -247,9 +247,7 @@ class Commands:
                 limit=self.loaded.context,
                 length=session.length,
             )
-        if request.sampling is not None:
-            check_sampling(request.sampling, self.loaded.vocab)
-        inputs.check_tokens(request.stop_tokens or [], self.loaded.vocab, "stop_tokens")
+        check_sampling(request.sampling or p.Sampling(), self.loaded.vocab, request.stop_tokens)
         most = min(session.length + request.max_tokens, self.loaded.context)
         self._admit((session, most))
         received = self.engine.clock_ms()

@@ -14,11 +14,11 @@ TRIED_CHARACTERS = 16  # per token of the context; prose has about 4
 CUT_TOKENS = 8  # by which a cut in the middle of a word may change the count
 
 
-def check_tokens(tokens: list[int], vocab: int, field: str = "tokens") -> None:
+def check_tokens(tokens: list[int], vocab: int) -> None:
     """Raises Invalid when an id is outside the model's vocabulary."""
     if tokens and max(tokens) >= vocab:
         worst = max(tokens)
-        raise Invalid(f"Token id {worst} is outside the vocabulary (0 to {vocab - 1}).", field=field)
+        raise Invalid(f"Token id {worst} is outside the vocabulary (0 to {vocab - 1}).", field="tokens")
 
 
 def check_length(length: int, context: int) -> None:
@@ -55,7 +55,7 @@ def whole(loaded: LoadedModel, request: InputRequest) -> list[int]:
     elif request.text is not None:
         tokens = loaded.tokenizer.encode(request.text, first=True)
     elif request.messages:
-        tokens = _render(loaded, request.messages)
+        tokens = loaded.tokenizer.render(request.messages)
     else:
         tokens = []
     check_tokens(tokens, loaded.vocab)
@@ -77,7 +77,7 @@ def appended(loaded: LoadedModel, session: Session, request: InputRequest) -> tu
     told = [message for turn in session.chat for message in turn.messages]
     answer = _answer(loaded, session)
     added = [*answer, *request.messages]
-    rendered = _render(loaded, told + added)
+    rendered = loaded.tokenizer.render(told + added)
     check_tokens(rendered, loaded.vocab)
     held = session.tokens
     if rendered[: len(held)] == held:
@@ -91,10 +91,6 @@ def appended(loaded: LoadedModel, session: Session, request: InputRequest) -> tu
             field="messages",
         )
     return loaded.tokenizer.encode(text[len(held_text) :], first=False), added
-
-
-def _render(loaded: LoadedModel, messages: list[Message]) -> list[int]:
-    return loaded.tokenizer.render(messages, generation_prompt=messages[-1].role != "assistant")
 
 
 def _answer(loaded: LoadedModel, session: Session) -> list[Message]:
