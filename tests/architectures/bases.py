@@ -34,7 +34,7 @@ PLAIN: Config = {
     "tie_word_embeddings": False,
 }
 
-# Three layers of 4 heads of 32: for models whose head width is their width by their heads.
+# 4 heads of 32, for models whose head width is their width divided by their heads.
 SPLIT: Config = {"hidden_size": 128, "head_dim": None}
 
 WINDOWED: Config = {
@@ -79,4 +79,14 @@ GATED_DELTA: Config = {
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 10,
     "linear_conv_kernel_dim": 3,
+}
+
+# Queries grow from the 16th token on.
+SCALED_QUERIES: Config = {
+    "rope_parameters": {
+        "rope_theta": 10000.0,
+        "rope_type": "default",
+        "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 16,
+    }
 }
