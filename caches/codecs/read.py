@@ -1,0 +1,45 @@
+"""Attention over planes, whatever the codecs of keys and of values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from stateroom.caches.codecs.codec import Codec
+from stateroom.caches.codecs.turbo import Turbo
+from stateroom.kernels.dispatch import packed_attention
+from stateroom.kernels.join_segments.reference import Attended
+from stateroom.kernels.spans import Spans
+
+
+def read(
+    queries: mx.array,
+    key_codec: Codec,
+    key_planes: Sequence[mx.array],
+    value_codec: Codec,
+    value_planes: Sequence[mx.array],
+    spans: Spans,
+    scale: float,
+    window: int | None = None,
+) -> Attended:
+    """`kernels.dispatch.packed_attention` over planes: each of a row's last N tokens sees its row's columns
+    up to itself, or the last `window` of them.
+
+    queries [B, H, N, D]; planes of S columns, whole; of row i the columns [start, end) of `spans` hold
+    tokens, the others may hold anything. The output [B, H, N, Dv] has the dtype of the queries.
+
+    Turned keys meet turned queries, and the mean of turned values is turned back: once a query, not once a
+    stored token.
+    """
+    # What is turned back must not have been rounded to a half before.
+    given = queries.astype(mx.float32) if isinstance(value_codec, Turbo) else queries
+    output, lse = packed_attention(
+        key_codec.turned(given),
+        key_codec.stored(key_planes),
+        value_codec.stored(value_planes),
+        spans,
+        scale,
+        window,
+    )
+    return Attended(value_codec.turned_back(output).astype(queries.dtype), lse)
