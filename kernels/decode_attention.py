@@ -35,7 +35,7 @@ def decode_attention(
     folded = (queries * (scale * LOG2_E if powers else scale)).reshape(
         rows, kv_heads, heads // kv_heads, width
     )
-    scores = _scores(folded, keys)
+    scores = product_with_keys(folded, keys)
     if mask is not None:
         scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
     if powers:
@@ -45,8 +45,8 @@ def decode_attention(
     return attended.reshape(rows, heads, 1, values.shape[-1])
 
 
-def _scores(folded: mx.array, keys: mx.array) -> mx.array:
-    """[B, Hkv, repeats, D] and [B, Hkv, S, D] → [B, Hkv, repeats, S]."""
+def product_with_keys(folded: mx.array, keys: mx.array) -> mx.array:
+    """[B, Hkv, repeats, D] and [B, Hkv, S, D] → [B, Hkv, repeats, S]; few repeats in blocks of keys."""
     rows, kv_heads, repeats, _ = folded.shape
     stored = keys.shape[2]
     if repeats > REPEATS_MAX or repeats * stored <= PRODUCT_MAX:

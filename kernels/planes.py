@@ -48,6 +48,11 @@ class Affine:
     def nbytes(self) -> int:
         return sum(part.size * part.dtype.size for part in (self.words, self.scales, self.biases))
 
+    def columns(self, first: int, stop: int) -> Affine:
+        """The tokens of [first, stop)."""
+        words, scales, biases = (part[:, :, first:stop] for part in (self.words, self.scales, self.biases))
+        return Affine(words, scales, biases, self.group, self.bits)
+
 
 Plane = mx.array | Affine
 
@@ -67,6 +72,26 @@ def like(plane: Plane, parts: list[mx.array]) -> Plane:
         return parts[0]
     words, scales, biases = parts
     return Affine(words, scales, biases, plane.group, plane.bits)
+
+
+def columns(plane: Plane, first: int, stop: int) -> Plane:
+    """The tokens of [first, stop)."""
+    return plane.columns(first, stop) if isinstance(plane, Affine) else plane[:, :, first:stop]
+
+
+def silenced(plane: Plane, live: mx.array) -> Plane:
+    """Zeros where `live`, bool [B or 1, S], is false: a weight of 0 does not silence a NaN.
+
+    Words mean nothing without a scale, and stay.
+    """
+    live = live[:, None, :, None]
+    return like(
+        plane,
+        [
+            part if part.dtype == mx.uint32 else mx.where(live, part, mx.zeros((), part.dtype))
+            for part in arrays(plane)
+        ],
+    )
 
 
 def nbytes(plane: Plane) -> int:

@@ -39,21 +39,36 @@ class Spans:
         """int32 [2 B and padding]: start and end of each row in turn."""
         return small_input([at for span in zip(self.starts, self.ends, strict=True) for at in span])
 
-    def live(self, stored: int) -> mx.array:
-        """bool [B, S]: the columns that hold tokens."""
-        if (stored,) not in self._masks:
-            starts, ends = mx.array(self.starts)[:, None], mx.array(self.ends)[:, None]
-            column = mx.arange(stored)[None]
-            self._masks[(stored,)] = (starts <= column) & (column < ends)
-        return self._masks[(stored,)]
+    def reach(self, count: int, window: int | None) -> tuple[int, int]:
+        """[first, stop): the columns between which the last `count` tokens of all rows see anything."""
+        seen = [
+            (start if window is None else max(start, end - count + 1 - window), end)
+            for start, end in zip(self.starts, self.ends, strict=True)
+            if start < end
+        ]
+        return (min(first for first, _ in seen), max(end for _, end in seen)) if seen else (0, 0)
 
-    def seen(self, count: int, stored: int, window: int | None) -> mx.array:
-        """bool [B, N, S]: what each of the last N tokens of a row sees, itself included."""
-        key = (count, stored, -1 if window is None else window)
+    def level(self, count: int, window: int | None) -> bool:
+        """Whether every row sees all of `reach`, but for the causal order of its last `count` tokens."""
+        start, end = self.starts[0], self.ends[0]
+        same = set(self.starts) == {start} and set(self.ends) == {end}
+        return same and start < end and (count == 1 or window is None or end - start <= window)
+
+    def live(self, stop: int, first: int = 0) -> mx.array:
+        """bool [B, stop - first]: the columns from `first` on that hold tokens."""
+        if (first, stop) not in self._masks:
+            starts, ends = mx.array(self.starts)[:, None], mx.array(self.ends)[:, None]
+            column = mx.arange(first, stop)[None]
+            self._masks[(first, stop)] = (starts <= column) & (column < ends)
+        return self._masks[(first, stop)]
+
+    def seen(self, count: int, stop: int, window: int | None, first: int = 0) -> mx.array:
+        """bool [B, N, stop - first]: what each of the last N tokens of a row sees, itself included."""
+        key = (count, first, stop, -1 if window is None else window)
         if key not in self._masks:
             # One past the last column that a query sees: [B, N, 1].
             ends = mx.array(self.ends)[:, None, None] - count + 1 + mx.arange(count)[None, :, None]
-            column = mx.arange(stored)[None, None]
+            column = mx.arange(first, stop)[None, None]
             seen = (mx.array(self.starts)[:, None, None] <= column) & (column < ends)
             self._masks[key] = seen if window is None else seen & (column >= ends - window)
         return self._masks[key]

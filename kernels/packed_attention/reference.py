@@ -5,12 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from stateroom.kernels.join_segments.reference import Attended
-from stateroom.kernels.planes import Affine, Plane, arrays, dequantised, like
+from stateroom.kernels.planes import Plane, dequantised, silenced
 from stateroom.kernels.spans import Spans
-
-# Queries of a KV head up to which mlx's quantised product is faster on x86: it dequantises for each anew.
-KEY_PRODUCT_MAX = 4
-VALUE_PRODUCT_MAX = 12
 
 
 def packed_attention(
@@ -21,57 +17,28 @@ def packed_attention(
     queries [B, H, N, D], keys [B, Hkv, S, D], values [B, Hkv, S, Dv], H a multiple of Hkv (head h reads KV
     head h // (H / Hkv)); of row i the columns [start, end) of `spans` hold tokens, the queries' own among
     them: query j sees those before end - N + 1 + j. Columns outside may hold anything, NaN too. Computed in
-    float32, all query heads of a KV head in one product (a quantised one, for few queries); the output has
-    the dtype of the queries.
+    float32; the output has the dtype of the queries.
+    """
+    stored = keys.shape[2]
+    seen = spans.seen(queries.shape[2], stored, window)[:, None]
+    return masked_attention(queries, keys, silenced(values, spans.live(stored)), seen, scale)
+
+
+def masked_attention(queries: mx.array, keys: Plane, values: Plane, mask: mx.array, scale: float) -> Attended:
+    """Each query against the columns where `mask`, bool [B or 1, 1, N, S], is true; other shapes as above.
+
+    Values must be finite where the mask hides them from some query, keys need not.
     """
     rows, heads, count, width = queries.shape
-    _, kv_heads, stored, _ = keys.shape
-    # [B, Hkv, H / Hkv x N, D]
-    folded = (queries.astype(mx.float32) * scale).reshape(rows, kv_heads, -1, width)
-    scores = _times_transposed(folded, keys).reshape(rows, kv_heads, -1, count, stored)
-    seen = spans.seen(count, stored, window)[:, None, None]
+    kv_heads = keys.shape[1]
+    # [B, Hkv, H / Hkv, N, D]
+    grouped = (queries.astype(mx.float32) * scale).reshape(rows, kv_heads, -1, count, width)
+    scores = grouped @ dequantised(keys)[:, :, None].swapaxes(-1, -2)
+    seen = mask[:, :, None]
     scores = mx.where(seen, scores, -mx.inf)
     lse = mx.logsumexp(scores, axis=-1)
     weights = mx.where(seen, mx.exp(scores - lse[..., None]), 0.0)
-    output = _times(weights.reshape(*folded.shape[:-1], stored), _without_junk(values, spans))
+    output = weights @ dequantised(values)[:, :, None]
     return Attended(
         output.reshape(rows, heads, count, -1).astype(queries.dtype), lse.reshape(rows, heads, count)
-    )
-
-
-def _without_junk(plane: Plane, spans: Spans) -> Plane:
-    """Zeros where no token is: a weight of 0 does not silence a NaN. Words mean nothing without a scale."""
-    live = spans.live(plane.shape[2])[:, None, :, None]
-    return like(
-        plane,
-        [
-            part if part.dtype == mx.uint32 else mx.where(live, part, mx.zeros((), part.dtype))
-            for part in arrays(plane)
-        ],
-    )
-
-
-def _times_transposed(left: mx.array, plane: Plane) -> mx.array:
-    """[..., M, D] and [..., S, D] → [..., M, S]."""
-    if isinstance(plane, Affine) and left.shape[-2] <= KEY_PRODUCT_MAX:
-        return _quantised_product(left, plane, transpose=True)
-    return left @ dequantised(plane).swapaxes(-1, -2)
-
-
-def _times(left: mx.array, plane: Plane) -> mx.array:
-    """[..., M, S] and [..., S, D] → [..., M, D]."""
-    if isinstance(plane, Affine) and left.shape[-2] <= VALUE_PRODUCT_MAX:
-        return _quantised_product(left, plane, transpose=False)
-    return left @ dequantised(plane)
-
-
-def _quantised_product(left: mx.array, plane: Affine, transpose: bool) -> mx.array:
-    return mx.quantized_matmul(
-        left,
-        plane.words,
-        plane.scales.astype(mx.float32),
-        plane.biases.astype(mx.float32),
-        transpose=transpose,
-        group_size=plane.group,
-        bits=plane.bits,
     )

@@ -32,18 +32,28 @@ def attend_span(
 ) -> tuple[np.ndarray, np.ndarray]:
     """One row's tokens and nothing else: queries [H, N, D] of its last N positions (fewer may be stored),
     keys [Hkv, S, D], values [Hkv, S, Dv] → output [H, N, Dv] and log-sum-exp [H, N]."""
+    count, stored = queries.shape[1], keys.shape[1]
+    seen = np.zeros((count, stored), bool)
+    for query in range(count):
+        end = max(0, stored - count + query + 1)
+        seen[query, 0 if window is None else max(0, end - window) : end] = True
+    return attend_seen(queries, keys, values, seen, scale)
+
+
+def attend_seen(
+    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarray, scale: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """One row, of whose columns query n sees those of `seen` [N, S]; shapes as above."""
     heads, count, _ = queries.shape
-    kv_heads, stored, _ = keys.shape
+    repeats = heads // keys.shape[0]
     out = np.zeros((heads, count, values.shape[-1]), np.float64)
     lse = np.full((heads, count), -np.inf)
     for head in range(heads):
         for query in range(count):
-            end = stored - count + query + 1
-            start = 0 if window is None else max(0, end - window)
-            if end <= start:
+            if not seen[query].any():
                 continue
             seen_keys, seen_values = (
-                x[head // (heads // kv_heads), start:end].astype(np.float64) for x in (keys, values)
+                x[head // repeats, seen[query]].astype(np.float64) for x in (keys, values)
             )
             scores = np.array(
                 [scale * np.dot(queries[head, query].astype(np.float64), key) for key in seen_keys]

@@ -1,4 +1,4 @@
-"""The read of packed rows, in mlx operations and as the fused kernel on the host, against float64.
+"""The read of packed rows: its definition, as products, and as the fused kernel on the host, against float64.
 
 Every dimension differs from the others; what no query may see holds NaN.
 """
@@ -18,7 +18,7 @@ from tests.kernels.oracle import attend_span, unpacked
 from stateroom.kernels import host
 from stateroom.kernels.host import host_run
 from stateroom.kernels.join_segments.reference import Attended
-from stateroom.kernels.packed_attention import fused, reference
+from stateroom.kernels.packed_attention import folded, fused, reference
 from stateroom.kernels.planes import Affine, Plane, arrays, dequantised, like, quantised
 from stateroom.kernels.source import Launch
 from stateroom.kernels.spans import Spans
@@ -27,7 +27,12 @@ from stateroom.kernels.spans import Spans
 # rounding of the answer: in bfloat16 that alone is 1.1e-3 to 2.3e-3 of the norm.
 BOUND = 2e-6
 pytestmark = pytest.mark.usefixtures("computed_on_the_cpu")
-FORMS = ["reference", pytest.param("host", marks=pytest.mark.skipif(not host.compiler(), reason="no g++"))]
+FORMS = [
+    "reference",
+    "folded",
+    "quantised",
+    pytest.param("host", marks=pytest.mark.skipif(not host.compiler(), reason="no g++")),
+]
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,10 @@ SHAPES = {
     ),
     "many queries": Shape(21, 3, 5, 31, 256, 64, [(2, 31), (0, 17)], (8, 32), (4, 32), block=13),
     "queries in a window": Shape(4, 2, 3, 47, 128, 64, [(0, 47), (11, 17), (1, 40)], window=7, block=4),
+    "level": Shape(6, 2, 1, 37, 128, 64, [(5, 31)] * 3, (8, 64), (4, 32)),
+    "level, four queries": Shape(6, 3, 4, 37, 64, 128, [(5, 31)] * 2, (4, 32), (8, 64), block=7),
+    "level, more queries than tokens": Shape(3, 1, 7, 23, 64, 64, [(2, 5)] * 2, None, (8, 32)),
+    "level in a window": Shape(6, 2, 1, 29, 64, 128, [(0, 23)] * 2, (8, 32), (4, 128), window=5, block=3),
     "window of one": Shape(2, 1, 5, 13, 64, 128, [(0, 13), (2, 11)], (4, 32), None, window=1),
 }
 
@@ -120,6 +129,8 @@ def attended(form: str, case: Case) -> Attended:
     given = (case.queries, case.keys, case.values, case.spans, case.scale, case.shape.window)
     if form == "reference":
         return reference.packed_attention(*given)
+    if form == "folded" or form == "quantised":
+        return folded.packed_attention(form, *given)
     forwards = fused.packed_attention(host_run, *given, block=case.shape.block)
     turned = fused.packed_attention(backwards, *given, block=case.shape.block)
     for one, other in zip(forwards, turned, strict=True):

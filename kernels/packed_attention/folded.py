@@ -1,0 +1,132 @@
+"""The same reads as products of mlx, one for all query heads of a KV head: for CPUs, where no kernel fits."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import mlx.core as mx
+
+from stateroom.kernels import levels
+from stateroom.kernels.decode_attention import LOG2_E, product_with_keys
+from stateroom.kernels.join_segments.reference import Attended
+from stateroom.kernels.planes import Affine, Plane, columns, silenced
+from stateroom.kernels.spans import Spans
+
+# How affine planes are multiplied: "folded" unpacks them, for CPUs; "quantised" is mlx's own product.
+Products = Literal["folded", "quantised"]
+# Queries of a KV head up to which mlx's own product is as fast on x86 also: it dequantises for each anew.
+KEY_PRODUCT_MAX = 1
+VALUE_PRODUCT_MAX = 3
+LOWEST = -3.0e38  # a finite score below any other
+
+
+def packed_attention(
+    products: Products,
+    queries: mx.array,
+    keys: Plane,
+    values: Plane,
+    spans: Spans,
+    scale: float,
+    window: int | None = None,
+    clean: bool = False,
+) -> Attended:
+    """As the reference. `clean`: values outside the spans are finite, and need no silencing."""
+    count = queries.shape[2]
+    first, stop = spans.reach(count, window)
+    if first == stop:
+        return _nothing(queries, values)
+    # On a CPU mlx's quantised product copies a slice, and pays even so; on Metal it takes it as it is.
+    keys, values = columns(keys, first, stop), columns(values, first, stop)
+    if spans.level(count, window):
+        return _attend(products, queries, keys, values, None, scale)
+    if not clean:
+        values = silenced(values, spans.live(stop, first))
+    return _attend(products, queries, keys, values, spans.seen(count, stop, window, first)[:, None], scale)
+
+
+def masked_attention(
+    products: Products,
+    queries: mx.array,
+    keys: Plane,
+    values: Plane,
+    mask: mx.array,
+    scale: float,
+    clean: bool = False,
+) -> Attended:
+    """As the reference; and with `clean` false, values that the mask hides from all queries may be NaN."""
+    if not mask.shape[-1]:
+        return _nothing(queries, values)
+    if not clean:
+        values = silenced(values, mask.any(axis=(1, 2)))
+    return _attend(products, queries, keys, values, mask, scale)
+
+
+def _attend(
+    products: Products, queries: mx.array, keys: Plane, values: Plane, mask: mx.array | None, scale: float
+) -> Attended:
+    """Without a mask all is seen, but for the causal order of the queries, whose the last N columns are."""
+    rows, heads, count, width = queries.shape
+    kv_heads, stored = keys.shape[1], keys.shape[2]
+    # [B, Hkv, H / Hkv x N, D]; weights are powers of two, see `decode_attention`.
+    folded = (queries.astype(mx.float32) * (scale * LOG2_E)).reshape(rows, kv_heads, -1, width)
+    scores = _times_transposed(products, folded, keys)
+    if mask is not None or count > 1:
+        grouped = scores.reshape(rows, kv_heads, -1, count, stored)
+        hidden = _causal(grouped) if mask is None else mx.where(mask[:, :, None], grouped, LOWEST)
+        scores = hidden.reshape(scores.shape)
+    most = scores.max(axis=-1, keepdims=True)
+    weights = mx.power(2.0, scores - most)
+    total = weights.sum(axis=-1, keepdims=True)
+    output = _times(products, weights, values) / total
+    lse = most / LOG2_E + mx.log(total)
+    if mask is not None or count > stored:
+        nothing = most <= LOWEST
+        output, lse = mx.where(nothing, 0.0, output), mx.where(nothing, -mx.inf, lse)
+    return Attended(
+        output.reshape(rows, heads, count, -1).astype(queries.dtype), lse.reshape(rows, heads, count)
+    )
+
+
+def _causal(scores: mx.array) -> mx.array:
+    """[..., N, S]: only the last N columns are compared, no mask is made of the others."""
+    count, stored = scores.shape[-2:]
+    own = min(count, stored)
+    seen = mx.tri(count, own, own - count).astype(mx.bool_)
+    last = mx.where(seen, scores[..., stored - own :], LOWEST)
+    return last if own == stored else mx.concatenate([scores[..., : stored - own], last], axis=-1)
+
+
+def _nothing(queries: mx.array, values: Plane) -> Attended:
+    lead = queries.shape[:3]
+    return Attended(mx.zeros((*lead, values.shape[-1]), queries.dtype), mx.full(lead, -math.inf))
+
+
+def _times_transposed(products: Products, left: mx.array, plane: Plane) -> mx.array:
+    """[B, Hkv, M, D] and [B, Hkv, S, D] → [B, Hkv, M, S]."""
+    if not isinstance(plane, Affine):
+        return product_with_keys(left, plane.astype(mx.float32))
+    if products == "folded" and left.shape[2] > KEY_PRODUCT_MAX:
+        return levels.times_transposed(left, plane)
+    return _quantised_product(left, plane, transpose=True)
+
+
+def _times(products: Products, left: mx.array, plane: Plane) -> mx.array:
+    """[B, Hkv, M, S] and [B, Hkv, S, D] → [B, Hkv, M, D]."""
+    if not isinstance(plane, Affine):
+        return left @ plane.astype(mx.float32)
+    if products == "folded" and left.shape[2] > VALUE_PRODUCT_MAX:
+        return levels.times(left, plane)
+    return _quantised_product(left, plane, transpose=False)
+
+
+def _quantised_product(left: mx.array, plane: Affine, transpose: bool) -> mx.array:
+    return mx.quantized_matmul(
+        left,
+        plane.words,
+        plane.scales.astype(mx.float32),
+        plane.biases.astype(mx.float32),
+        transpose=transpose,
+        group_size=plane.group,
+        bits=plane.bits,
+    )
