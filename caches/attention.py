@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
-from stateroom.caches.layers import FullLayer
+from stateroom.caches.layers.attention_layer import AttentionLayer
 
 NAME = "scaled_dot_product_attention"
 original = base.scaled_dot_product_attention
@@ -30,8 +30,8 @@ def scaled_dot_product_attention(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-lm's function of this name: queries [B, H, N, D], keys and values [B, Hkv, S, D] → [B, H, N, D]."""
-    if sinks is None and isinstance(cache, FullLayer):
-        return cache.attend(queries, keys, values, scale, mask)
+    if isinstance(cache, AttentionLayer):
+        return cache.attend(queries, keys, values, scale, mask, sinks)
     attended: mx.array = original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
     return attended
 

@@ -7,31 +7,60 @@ from typing import Literal
 import mlx.core as mx
 
 from stateroom.caches.layout import Layout
+from stateroom.caches.reach import FULL, Chunk, Full, Reach, Window
 
 Mask = mx.array | Literal["causal"] | None
 
 
-def make_mask(layout: Layout, n: int, window: int | None = None) -> Mask:
-    """The mask of `n` new tokens behind the rows of `layout`; `window` counts the query itself.
+def narrowed(reach: Reach, window: int | None) -> Reach:
+    """The reach of a layer whose model asks for the last `window` tokens only."""
+    if window is None:
+        return reach
+    if isinstance(reach, Full):
+        return Window(window)
+    if isinstance(reach, Window) and window < reach.size:
+        return Window(window, min(reach.pinned, window - 1))
+    return reach
 
-    None (everything visible) or "causal" when every row is unpadded and level; else [B, 1, n, width + n],
-    true where column k is visible to query j of row i: `left_pad[i] <= k <= end[i] + j` and, with a window,
-    `end[i] + j < k + window`.
+
+def make_mask(layout: Layout, n: int, reach: Reach = FULL, first: int = 0) -> Mask:
+    """The mask of `n` new tokens behind the rows of `layout`, over the columns from `first` on.
+
+    None (everything visible) or "causal" when every row is unpadded and level and nothing has slid out of
+    sight; else [B, 1, n, width + n - first], true where column k is visible to query j of row i:
+    `left_pad[i] <= k <= end[i] + j`, and within the reach of a query at `offset[i] + j`.
     """
-    if layout.level and (window is None or layout.width + n <= window):
+    if layout.level and (not layout.rows or not _hides(layout, n, reach, first)):
         return None if n == 1 else "causal"
-    return boolean_mask(layout, n, window)
+    return boolean_mask(layout, n, reach, first)
 
 
-def boolean_mask(layout: Layout, n: int, window: int | None = None) -> mx.array:
+def _hides(layout: Layout, n: int, reach: Reach, first: int) -> bool:
+    """Some query of level rows doesn't see all columns from `first` up to its own."""
+    position = layout.offset[0] + n - 1
+    token = reach.first_seen(position) - layout.forgotten[0]  # its column, the rows being unpadded
+    return token > (reach.pinned or first)
+
+
+def boolean_mask(layout: Layout, n: int, reach: Reach = FULL, first: int = 0) -> mx.array:
     """`make_mask` as an array, whatever the layout."""
+
+    def per_row(values: tuple[int, ...]) -> mx.array:
+        # [B, 1, 1, 1]
+        return mx.array(values, dtype=mx.int32)[:, None, None, None]
+
     # [1, 1, 1, S], [B, 1, n, 1]
-    column = mx.arange(layout.width + n)[None, None, None]
-    ends = mx.array(layout.ends, dtype=mx.int32)[:, None, None, None]
-    query = ends + mx.arange(n)[:, None]
+    column = mx.arange(first, layout.width + n)[None, None, None]
+    query = per_row(layout.ends) + mx.arange(n)[:, None]
     visible = column <= query
     if any(layout.left_pad):
-        visible = visible & (column >= mx.array(layout.left_pad, dtype=mx.int32)[:, None, None, None])
-    if window is not None:
-        visible = visible & (query < column + window)
+        visible = visible & (column >= per_row(layout.left_pad))
+    if isinstance(reach, Window):
+        near = query < column + (reach.size - reach.pinned)
+        if reach.pinned:
+            near = near | (column < per_row(layout.left_pad) + reach.pinned)
+        visible = visible & near
+    elif isinstance(reach, Chunk):
+        to_token = per_row(tuple(f - p for f, p in zip(layout.forgotten, layout.left_pad, strict=True)))
+        visible = visible & ((column + to_token) // reach.size == (query + to_token) // reach.size)
     return visible

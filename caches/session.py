@@ -1,9 +1,7 @@
 """All layers of one session, or of the sessions that decode together, as one object.
 
-A session's rows are either one (a lone session, in plain caches) or several (a group). All layers hold
-the same number of tokens per row, always: every operation changes all layers or none. With layers that
-mlx-lm implements, the rows of a group always end in the same column, as mlx-lm's batches do: some models
-use one layer's mask for all.
+A session's rows are either one (a lone session) or several (a group). All layers hold the same number of
+tokens per row, always: every operation changes all layers or none.
 """
 
 from __future__ import annotations
@@ -13,11 +11,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from stateroom.caches import foreign
-from stateroom.caches.blueprint import Blueprint, Kind
-from stateroom.caches.errors import Broken, CannotTrim, Mismatch
-from stateroom.caches.layers import FullLayer
-from stateroom.caches.rows import PackedRows
+from stateroom.caches.blueprint import Blueprint, Geometry, Kind, Store
+from stateroom.caches.checkpoints import Checkpoint
+from stateroom.caches.codecs.scheme import Scheme
+from stateroom.caches.errors import CannotTrim, Mismatch
+from stateroom.caches.layers.state import StateRows
+from stateroom.caches.layout import capacity_for
+from stateroom.caches.reach import FULL, Window
+from stateroom.caches.rows import FORGET_MIN, TRIM_BACK, PackedRows
 
 Model = Callable[..., mx.array]
 
@@ -25,109 +26,239 @@ Model = Callable[..., mx.array]
 class SessionCache:
     """The keys, values and states of `rows` sessions of one model."""
 
-    __slots__ = ("_blueprint", "_full", "broken", "layers")
+    __slots__ = ("_dense", "_offsets", "blueprint", "layers", "stores")
 
-    def __init__(self, blueprint: Blueprint, full: PackedRows, others: Sequence[Any]) -> None:
-        self._blueprint = blueprint
-        self._full = full  # its layout counts the tokens of every layer, even where none is ours
-        self.layers = blueprint.layers(full, others)
-        self.broken = False  # a forward failed half-way in layers that can't be put back
+    def __init__(
+        self, blueprint: Blueprint, stores: Sequence[Store], offsets: tuple[int, ...] = (0,)
+    ) -> None:
+        self.blueprint = blueprint
+        self._dense: Blueprint | None = None  # until the rows are quantised, later than from the first token
+        self._offsets = offsets
+        self._hold(stores)
+
+    def _hold(self, stores: Sequence[Store]) -> None:
+        self.stores = list(stores)
+        self.layers = (self._dense or self.blueprint).layers(stores)
 
     @classmethod
-    def create(cls, model: Any) -> SessionCache:
-        """One empty row; `UnknownKind` when a layer's cache isn't understood."""
-        blueprint = Blueprint.of(model)
-        return cls(blueprint, PackedRows(sum(blueprint.ours)), blueprint.blank_others())
+    def create(cls, model: Any, scheme: Scheme | None = None) -> SessionCache:
+        """One empty row.
+
+        Raises `UnknownKind` when a layer's cache isn't understood, `CannotQuantise` when the scheme doesn't
+        fit.
+        """
+        dense = Blueprint.of(model)
+        if scheme is None or scheme.name == "dense":
+            return cls.empty(dense)
+        probe = cls.empty(dense)
+        probe.forward(model, mx.array([[0]]))
+        return cls.empty(dense.with_scheme(scheme, probe.geometry()), dense)
+
+    @classmethod
+    def empty(cls, blueprint: Blueprint, dense: Blueprint | None = None) -> SessionCache:
+        """One empty row. `dense`: the blueprint of the rows until a scheme's `quantise_after`."""
+        later = dense if blueprint.scheme.quantise_after else None
+        made = cls(later or blueprint, (later or blueprint).stores())
+        made.blueprint, made._dense = blueprint, later
+        return made
 
     # ------------------------------------------------------------ what it is
 
     @property
     def rows(self) -> int:
-        return self._full.layout.rows
+        return len(self._offsets)
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """Tokens stored per row."""
-        return self._full.layout.offset
+        return self._offsets
 
     def kinds(self) -> list[Kind]:
-        """The model's layers by kind."""
-        return list(self._blueprint.kinds)
+        """The layers by kind, as they are stored now."""
+        return list((self._dense or self.blueprint).kinds)
 
     @property
     def batchable(self) -> bool:
         """Rows of this model may share a group."""
-        return self._blueprint.batchable
+        return self.blueprint.batchable
 
     @property
     def trimmable(self) -> bool:
-        """Any row can be trimmed by any amount at any time: there are only full-attention layers."""
-        return all(self._blueprint.ours)
+        """Any row can be trimmed by any amount at any time."""
+        return self.blueprint.trimmable and not self.blueprint.scheme.quantise_after
+
+    @property
+    def checkpointed(self) -> bool:
+        """Some layers can go back only to checkpoints."""
+        return not self.blueprint.trimmable
+
+    @property
+    def speculative(self) -> bool:
+        """A round of any model can be rolled back to any token of it."""
+        return not self.blueprint.states
 
     @property
     def signature(self) -> Hashable:
         """Sessions with equal signatures may be merged."""
         # A recurrent state that was never used is not, in every model, a state of zeros.
-        unused = self._blueprint.stateful and not all(self.offsets)
-        return (self._blueprint.signature, unused)
+        unused = any(isinstance(store, StateRows) and store.unused for store in self.stores)
+        return (self.blueprint.signature, self._dense is not None, bool(self.blueprint.states) and unused)
+
+    def geometry(self) -> Geometry:
+        """Key and value width and dtype of every attention layer; None where a layer has stored nothing."""
+        found: Geometry = {}
+        for store in self.stores:
+            if isinstance(store, PackedRows):
+                planes = [(store.plane(i, False), store.plane(i, True)) for i in range(len(store.codecs))]
+                found[store.reach] = [
+                    None if k is None or v is None else (k.shape[3], v.shape[3], k.dtype) for k, v in planes
+                ]
+        return found
 
     # ------------------------------------------------------------ one forward
 
     def forward(self, model: Model, inputs: mx.array) -> mx.array:
         """Feeds tokens [B, N] behind the rows; logits [B, N, V], not evaluated.
 
-        When the model raises, the rows are as they were; a session with other than full-attention layers
-        is marked `broken` instead and must be recomputed.
+        When the model raises, the rows are as they were. A session that is quantised after some length is
+        converted exactly there, whatever the pieces it is fed in.
         """
-        self._refuse_broken()
         rows, tokens = inputs.shape
         if rows != self.rows or tokens < 1:
             raise ValueError(f"inputs {inputs.shape} for {self.rows} rows")
-        self._full.begin(tokens)
+        if self._dense is None:
+            return self._pass(model, inputs)
+        left = self.tokens_left_dense
+        if left >= tokens:
+            return self._pass(model, inputs)
+        if rows != 1:
+            raise RuntimeError("a row of a group is due to be quantised: it must leave first")
+        before = self._kept()
         try:
-            for cache in self._others():
-                foreign.prepare(cache, tokens)
+            first = [self._pass(model, inputs[:, :left])] if left else []
+            self.quantise()
+            return mx.concatenate([*first, self._pass(model, inputs[:, left:])], axis=1)
+        except BaseException:
+            self._restore(before)
+            raise
+
+    def _pass(self, model: Model, inputs: mx.array) -> mx.array:
+        tokens = inputs.shape[1]
+        position = self._position()
+        opened: list[Store] = []
+        try:
+            for store in self.stores:
+                store.begin(tokens, position)
+                opened.append(store)
             logits = model(inputs, cache=self.layers)
         except BaseException:
-            self._full.rollback()
-            self.broken = not self.trimmable
+            for store in opened:
+                store.rollback()
             raise
-        self._full.commit()
+        for store in self.stores:
+            store.commit()
+        self._offsets = tuple(offset + tokens for offset in self._offsets)
         return logits
+
+    def _position(self) -> int | mx.array:
+        return self._offsets[0] if self.rows == 1 else mx.array(self._offsets, dtype=mx.int32)
 
     def arrays(self) -> list[mx.array]:
         """Everything to evaluate at a chunk boundary; what is left lazy would grow the graph for ever."""
-        planes = [plane for plane in self._full.planes if plane is not None]
-        return planes + [array for cache in self._others() for array in foreign.arrays(cache.state)]
+        return [array for store in self.stores for array in store.arrays()]
+
+    # ------------------------------------------------------------ quantising late
+
+    @property
+    def tokens_left_dense(self) -> int:
+        """Tokens that can be fed before the rows are quantised; no limit when they are, or never will be."""
+        if self._dense is None:
+            return 2**62
+        return max(self.blueprint.scheme.quantise_after - max(self._offsets, default=0), 0)
+
+    def quantise(self) -> None:
+        """Re-codes the rows to their scheme, now."""
+        if self._dense is None:
+            return
+        stores = [
+            store.recoded(self.blueprint.attention[store.reach]) if isinstance(store, PackedRows) else store
+            for store in self.stores
+        ]
+        self._dense = None
+        self._hold(stores)
+
+    def _kept(self) -> tuple[Blueprint | None, list[Store], tuple[int, ...]]:
+        return self._dense, [store.sharing() for store in self.stores], self._offsets
+
+    def _restore(self, kept: tuple[Blueprint | None, list[Store], tuple[int, ...]]) -> None:
+        self._dense, stores, self._offsets = kept
+        self._hold(stores)
 
     # ------------------------------------------------------------ trim
 
     def trim_floor(self, row: int) -> int:
         """The shortest length that `trim` can reach now, exactly, in every layer."""
-        length = self.offsets[row]
-        others = self._others() if self.rows == 1 else self._blueprint.blank_others()
-        return max((foreign.floor(cache, length) for cache in others), default=0)
+        floors = [store.trim_floor(row) for store in self.stores]
+        # Tokens that were computed while the rows were dense can't be told from later ones in quantised rows.
+        late = 0 if self._dense is not None else self.blueprint.scheme.quantise_after
+        return max([min(late, self._offsets[row]), *floors])
 
     def can_trim(self, row: int, n: int) -> bool:
         """`trim(row, n)` would succeed now."""
-        return 0 <= n <= self.offsets[row] - self.trim_floor(row)
+        if not 0 <= n <= self._offsets[row]:
+            return False
+        return self._offsets[row] - n >= self.trim_floor(row) or (
+            not self.blueprint.scheme.quantise_after and all(store.can_trim(row, n) for store in self.stores)
+        )
 
     def trim(self, row: int, n: int) -> None:
         """`row` forgets its last `n` tokens in every layer, or `CannotTrim` and nothing changes."""
-        self._refuse_broken()
-        held = self.offsets[row]
+        held = self._offsets[row]
         if not self.can_trim(row, n):
             least = self.trim_floor(row)
             raise CannotTrim(f"can't trim {n} tokens of {held}: the shortest length within reach is {least}")
-        if self._others() and self.rows > 1:
-            apart = [self.extract_row(i) for i in range(self.rows)]
-            apart[row].trim(0, n)
-            joined = SessionCache.merge_rows(apart)
-            self._full, self.layers = joined._full, joined.layers
-            return
-        for cache in self._others():
-            foreign.trim(cache, n)
-        self._full.trim(row, n)
+        self._stage(lambda store: store.trim(row, n))
+        self._offsets = (*self._offsets[:row], held - n, *self._offsets[row + 1 :])
+
+    # ------------------------------------------------------------ checkpoints
+
+    def checkpoint(self, row: int) -> Checkpoint | None:
+        """`row` as it is now, for the layers that can't be trimmed; None when all can."""
+        if not self.checkpointed:
+            return None
+        parts: list[Store | None] = []
+        for store in self.stores:
+            if isinstance(store, PackedRows) and store.reach is FULL:
+                parts.append(None)
+            else:
+                part = store.extract_row(row)
+                part.forget_unseen()
+                parts.append(part)
+        return Checkpoint(self._offsets[row], self._checkpoint_signature(), tuple(parts))
+
+    def can_restore(self, checkpoint: Checkpoint) -> bool:
+        """`restore(checkpoint)` would succeed now."""
+        if self.rows != 1 or checkpoint.signature != self._checkpoint_signature():
+            return False
+        drop = self._offsets[0] - checkpoint.length
+        late = 0 if self._dense is not None else self.blueprint.scheme.quantise_after
+        return drop >= 0 and checkpoint.length >= late
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """A lone session goes back to a checkpoint of its own tokens."""
+        if not self.can_restore(checkpoint):
+            raise CannotTrim(f"can't go back to {checkpoint.length} tokens from {self._offsets}")
+        restored: list[Store] = []
+        for store, part in zip(self.stores, checkpoint.stores, strict=True):
+            new = (store if part is None else part).sharing()
+            if part is None:
+                new.trim(0, self._offsets[0] - checkpoint.length)
+            restored.append(new)
+        self._offsets = (checkpoint.length,)
+        self._hold(restored)
+
+    def _checkpoint_signature(self) -> Hashable:
+        return (self.blueprint.signature, self._dense is not None)
 
     # ------------------------------------------------------------ row surgery
 
@@ -140,35 +271,30 @@ class SessionCache:
         """
         if not sources:
             raise ValueError("nothing to merge")
-        for source in sources:
-            source._refuse_broken()
         used = [source for source in sources if source.rows]
         if len(used) <= 1:
             return used[0] if used else sources[0]
         if len({source.signature for source in used}) > 1:
-            raise Mismatch("sessions of different models, or used and unused recurrent states")
-        blueprint = used[0]._blueprint
-        if not blueprint.batchable:
+            raise Mismatch("sessions of different models or schemes, or used and unused recurrent states")
+        if not used[0].batchable:
             raise Mismatch("this model has layers that run one row at a time")
-        full = PackedRows.merge_rows([source._full for source in used])
-        plain = [source._plain_row(i) for source in used for i in range(source.rows)]
-        return cls(blueprint, full, _joined(blueprint, plain))
+        stores: list[Store] = []
+        for parts in zip(*(source.stores for source in used), strict=True):
+            kind = PackedRows if isinstance(parts[0], PackedRows) else StateRows
+            stores.append(kind.merge_rows(parts))
+        return used[0]._like(stores, tuple(offset for source in used for offset in source._offsets))
 
     def extract_row(self, row: int) -> SessionCache:
         """A session of its own with what `row` holds, and nothing more."""
-        self._refuse_broken()
-        others = [foreign.duplicate(cache) for cache in self._plain_row(row)]
-        mx.eval([array for cache in others for array in foreign.arrays(cache.state)])
-        return SessionCache(self._blueprint, self._full.extract_row(row), others)
+        return self._like([store.extract_row(row) for store in self.stores], (self._offsets[row],))
 
     def filter_rows(self, keep: Sequence[int]) -> None:
         """Keeps the rows of `keep`, in its order. Keeping none is legal: such a group can be merged into."""
-        self._refuse_broken()
         if list(keep) == list(range(self.rows)):
             return
-        full = self._full.filtered(keep)
-        others = _joined(self._blueprint, [self._plain_row(i) for i in keep])
-        self._full, self.layers = full, self._blueprint.layers(full, others)
+        kept: list[Store] = [store.filtered(keep) for store in self.stores]
+        self._offsets = tuple(self._offsets[i] for i in keep)
+        self._hold(kept)
 
     def fork(self) -> SessionCache:
         """An independent copy of a lone session."""
@@ -176,54 +302,81 @@ class SessionCache:
             raise ValueError(f"only a lone session can be forked, this group has {self.rows} rows")
         return self.extract_row(0)
 
+    def forget_unseen(self) -> None:
+        """Drops what windows hold beyond what they show and can be trimmed by."""
+        self._stage(lambda store: store.forget_unseen())
+
+    def _like(self, stores: Sequence[Store], offsets: tuple[int, ...]) -> SessionCache:
+        made = SessionCache(self._dense or self.blueprint, stores, offsets)
+        made.blueprint, made._dense = self.blueprint, self._dense
+        return made
+
+    def _stage(self, change: Callable[[Store], None]) -> None:
+        """Changes all stores or, when one of them fails, none."""
+        changed = [store.sharing() for store in self.stores]
+        for store in changed:
+            change(store)
+        self._hold(changed)
+
+    # ------------------------------------------------------------ rounds, ragged prefill
+
+    def spec_round_begin(self) -> None:
+        """Remembers where the rows end, so that each can keep its own number of the tokens that follow."""
+        self._stage(lambda store: store.spec_round_begin())
+
+    def spec_round_commit(self) -> None:
+        """Keeps all of the round."""
+        self._stage(lambda store: store.spec_round_commit())
+
+    def spec_round_rollback(self, keep: Sequence[int]) -> None:
+        """Row i keeps the first `keep[i]` tokens of the round.
+
+        A recurrent state keeps all of them or none: `CannotTrim` with anything else, and nothing changes.
+        """
+        before = self.stores[0].round_offsets
+        self._stage(lambda store: store.spec_round_rollback(keep))
+        self._offsets = tuple(offset + n for offset, n in zip(before, keep, strict=True))
+
+    def prepare_prefill(self, lengths: Sequence[int]) -> None:
+        """Opens a prefill of prompts of different lengths, padded at the right to the longest of them."""
+        if len(lengths) != self.rows or min(lengths, default=0) < 0:
+            raise ValueError(f"prompts of {list(lengths)} tokens for {self.rows} rows")
+        self._stage(lambda store: store.prepare_prefill(lengths))
+
+    def finalize_prefill(self) -> None:
+        """Ends it: only real tokens are live."""
+        pads = self.stores[0].right_pad
+        self._stage(lambda store: store.finalize_prefill())
+        self._offsets = tuple(o - pad for o, pad in zip(self._offsets, pads or (), strict=True))
+
     # ------------------------------------------------------------ sizes, from shapes alone
 
     @property
     def bytes_per_token(self) -> float:
-        """What one more token of one row takes; 0 before the first forward."""
-        return float(self._full.bytes_per_token + sum(map(foreign.bytes_per_token, self._others())))
+        """What one more token of one row takes, until windows are full; 0 before the first forward."""
+        return float(sum(store.bytes_per_token for store in self.stores))
 
     @property
     def state_bytes(self) -> int:
         """What one row's recurrent states take, at any length; 0 before the first forward."""
-        return sum(map(foreign.state_bytes, self._others())) // max(self.rows, 1)
+        states = sum(store.nbytes_live for store in self.stores if isinstance(store, StateRows))
+        return states // max(self.rows, 1)
+
+    def projected_bytes(self, length: int) -> int:
+        """What a row of `length` tokens takes, at the most; the session must have been fed once."""
+        total = self.state_bytes if length else 0
+        for store in self.stores:
+            if isinstance(store, PackedRows):
+                columns = capacity_for(length)
+                if isinstance(store.reach, Window):
+                    columns = min(columns, capacity_for(store.reach.size + TRIM_BACK + 2 * FORGET_MIN))
+                total += columns * store.bytes_per_token
+        return total
 
     @property
     def nbytes_live(self) -> int:
-        return self._full.nbytes_live + sum(map(foreign.nbytes, self._others()))
+        return sum(store.nbytes_live for store in self.stores)
 
     @property
     def nbytes_capacity(self) -> int:
-        return self._full.nbytes_capacity + sum(map(foreign.nbytes, self._others()))
-
-    # ------------------------------------------------------------ inside
-
-    def _others(self) -> list[Any]:
-        """The layers that mlx-lm implements, in order."""
-        return [layer for layer in self.layers if not isinstance(layer, FullLayer)]
-
-    def _plain_row(self, row: int) -> list[Any]:
-        """mlx-lm's plain caches of one row; of a lone row the live ones themselves."""
-        if not 0 <= row < self.rows:
-            raise IndexError(f"row {row} of {self.rows}")
-        others = self._others()
-        if self.rows == 1 or not others:
-            return others
-        pairs = zip(others, self._blueprint.blank_others(), strict=True)
-        return [foreign.extract(cache, row, self.offsets[row], blank) for cache, blank in pairs]
-
-    def _refuse_broken(self) -> None:
-        if self.broken:
-            raise Broken("a forward failed half-way: recompute this session from its tokens")
-
-
-def _joined(blueprint: Blueprint, plain: list[list[Any]]) -> list[Any]:
-    """The layers that aren't ours for a group, from the plain caches of each of its rows."""
-    blank = blueprint.blank_others()
-    if not blank or not plain:
-        return blank
-    if len(plain) == 1:
-        return plain[0]
-    joined = [foreign.merge([row[i] for row in plain], unused) for i, unused in enumerate(blank)]
-    mx.eval([array for cache in joined for array in foreign.arrays(cache.state)])
-    return joined
+        return sum(store.nbytes_capacity for store in self.stores)

@@ -361,7 +361,11 @@ class ServerLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionInfo:
-    """One session as `list` and `info` show it. Bytes are of KV, on the device."""
+    """One session as `list` and `info` show it.
+
+    Bytes are of KV on the device: `private_bytes` all that is allocated for it alone, checkpoints too,
+    `live_bytes` of that what its tokens fill.
+    """
 
     session: str
     name: str | None = None
@@ -374,6 +378,9 @@ class SessionInfo:
     kinds: list[KindCaps] = field(default_factory=list)
     private_bytes: int = 0
     shared_bytes: int = 0
+    live_bytes: int = 0
+    trim_floor: int = 0
+    checkpoints: list[int] = field(default_factory=list)
     age_s: float = 0.0
     idle_s: float = 0.0
     ttl_s: float | None = None

@@ -14,7 +14,7 @@ from typing import Any
 
 from stateroom.client.errors import Capacity, Exists, NotFound
 from stateroom.client.limits import SESSIONS_MAX
-from stateroom.client.protocol import KindCaps, SessionClass, SessionInfo
+from stateroom.client.protocol import KV, KindCaps, SessionClass, SessionInfo
 from stateroom.client.wire import to_wire
 from stateroom.daemon.clock import Clock
 from stateroom.daemon.lifecycle import SESSIONS, SessionEvent, SessionState, after
@@ -40,8 +40,12 @@ class Session:
     parents: list[str] = field(default_factory=list)
     state: SessionState = SessionState.OPENING
     tokens: array[int] = field(default_factory=lambda: array("I"))
+    kv: KV | None = None  # as it was opened
     private_bytes: int = 0
     shared_bytes: int = 0
+    live_bytes: int = 0
+    trim_floor: int = 0
+    checkpoints: list[int] = field(default_factory=list)
     chat: list[ChatTurn] = field(default_factory=list)
     resident: bool = False
     kinds: list[KindCaps] = field(default_factory=list)
@@ -67,14 +71,18 @@ class Session:
         del self.tokens[change.keep :]
         self.tokens.extend(change.tokens)
         self.private_bytes, self.shared_bytes = change.private_bytes, change.shared_bytes
+        self.live_bytes = change.live_bytes
         self.resident = change.resident
+        if change.trim_floor is not None:
+            self.trim_floor, self.checkpoints = change.trim_floor, change.checkpoints or []
         if change.chat is not None:
             self.chat = change.chat
 
     def forget_engine(self) -> None:
         """Its worker is gone: what remains is its tokens."""
         self.generation, self.resident = NO_ENGINE, False
-        self.private_bytes = self.shared_bytes = 0
+        self.private_bytes = self.shared_bytes = self.live_bytes = self.trim_floor = 0
+        self.checkpoints = []
 
 
 class Catalog:
@@ -181,8 +189,8 @@ class Catalog:
         There may be thousands, and nothing else is done meanwhile: this way takes a quarter of the time.
         """
         now_s = self._clock()
-        kinds_of = {session.model: session.kinds for session in self.owned(owner) if session.kinds}
-        kinds = {model: to_wire(known) for model, known in kinds_of.items()}
+        kinds_of = {(s.model, s.kv): s.kinds for s in self.owned(owner) if s.kinds}
+        kinds = {stored: to_wire(known) for stored, known in kinds_of.items()}
         return [(session, _plain(session, now_s, kinds)) for session in self.owned(owner)]
 
     def info(self, session: Session) -> SessionInfo:
@@ -199,6 +207,9 @@ class Catalog:
             kinds=session.kinds,
             private_bytes=session.private_bytes,
             shared_bytes=session.shared_bytes,
+            live_bytes=session.live_bytes,
+            trim_floor=session.trim_floor,
+            checkpoints=list(session.checkpoints),
             age_s=now_s - session.created_s,
             idle_s=now_s - session.used_s if session.running is None else 0.0,
             ttl_s=session.ttl_s,
@@ -218,7 +229,7 @@ _SHOWN_AS = {
 }
 
 
-def _plain(session: Session, now_s: float, kinds: dict[str, Any]) -> dict[str, Any]:
+def _plain(session: Session, now_s: float, kinds: dict[tuple[str, KV | None], Any]) -> dict[str, Any]:
     made: dict[str, Any] = {
         "session": session.id,
         "owner": session.owner,
@@ -227,9 +238,12 @@ def _plain(session: Session, now_s: float, kinds: dict[str, Any]) -> dict[str, A
         "length": len(session.tokens),
         "state": _SHOWN_AS[session.state],
         "tier": session.tier,
-        "kinds": kinds[session.model] if session.kinds else [],
+        "kinds": kinds[session.model, session.kv] if session.kinds else [],
         "private_bytes": session.private_bytes,
         "shared_bytes": session.shared_bytes,
+        "live_bytes": session.live_bytes,
+        "trim_floor": session.trim_floor,
+        "checkpoints": session.checkpoints,
         "age_s": now_s - session.created_s,
         "idle_s": now_s - session.used_s if session.running is None else 0.0,
         "parents": session.parents,

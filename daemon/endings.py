@@ -55,7 +55,9 @@ class Settlement:
         session.advance(SessionEvent.END)
         if isinstance(body, ForkResult):
             for child in ticket.children:
-                child.tokens, child.chat, child.kinds = session.tokens[:], session.chat, session.kinds
+                child.tokens, child.chat = session.tokens[:], session.chat
+                child.kinds, child.kv, child.live_bytes = session.kinds, session.kv, session.live_bytes
+                child.trim_floor, child.checkpoints = session.trim_floor, list(session.checkpoints)
                 child.generation, child.resident = session.generation, session.resident
                 child.private_bytes = body.copied_bytes // len(ticket.children)
         return self._born(ticket.children, refused)

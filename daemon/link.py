@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stateroom.client.protocol import (
+    KV,
     OPERATIONS,
     Body,
     ErrorBody,
@@ -81,6 +82,7 @@ class Adopt:
     tokens: list[int]
     background: bool = False
     chat: list[ChatTurn] = field(default_factory=list)
+    kv: KV | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,10 @@ class Journal:
     tokens: list[int]
     private_bytes: int = 0
     shared_bytes: int = 0
+    live_bytes: int = 0
     resident: bool = True  # KV is on the device
+    trim_floor: int | None = None  # the shortest length that a trim reaches exactly, when it is known
+    checkpoints: list[int] | None = None  # shorter lengths that it reaches, when they are known
     chat: list[ChatTurn] | None = None  # all turns, when they changed
 
 

@@ -70,6 +70,7 @@ class Work:
             ticket.owner, engine.id, [request.name], request.session_class, request.ttl_s, []
         )
         ticket.session = session
+        session.kv = request.kv
         session.running, session.running_op = ticket.rid, "open"
         self._dispatch(ticket, engine)
 
@@ -182,7 +183,8 @@ class Work:
         ticket.advance(RequestEvent.SEND)
         session.generation = engine.generation
         background = session.session_class == "background"
-        engine.send(Adopt(ticket.rid, session.id, session.tokens.tolist(), background, session.chat))
+        tokens = session.tokens.tolist()
+        engine.send(Adopt(ticket.rid, session.id, tokens, background, session.chat, session.kv))
 
     # ------------------------------------------------------------ two requests meet
 

@@ -6,8 +6,8 @@ it. Sessions join by `merge_rows` and leave by `extract_row` and `filter_rows`, 
 session's own cache serves as it is, with nothing copied on the way in or out.
 
 A stream whose end shows only in the drawn token (a stop) leaves with one step too many in its KV;
-`Session.settle` trims it. Models with layers that can't be trimmed are therefore stepped without
-looking ahead.
+`Session.settle` trims it. Models with recurrent states, which can't be trimmed, are therefore stepped
+without looking ahead.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ class Batch:
             assert stream.session.cache is not None
             assert stream.session.missing == 0
             caches.append(stream.session.cache)
+        if len(caches) > 1:
+            for cache in caches:
+                cache.forget_unseen()  # what one row's window no longer shows would pad the others
         self.cache = caches[0] if len(caches) == 1 else SessionCache.merge_rows(caches)
         for stream in streams:
             stream.session.cache = None
@@ -78,6 +81,26 @@ class Batch:
             stream.session.cache = row
             stream.session.lent = False
 
+    def leave_due(self) -> list[Stream]:
+        """Rows of a group that are to be quantised now leave, to join others that are."""
+        if self.cache is None or len(self.members) < 2 or self.cache.tokens_left_dense:
+            return []
+        longest = max(self.cache.offsets)
+        due = [stream for stream, at in zip(self.members, self.cache.offsets, strict=True) if at == longest]
+        self.leave(due)
+        return due
+
+    def mark(self, every: int) -> None:
+        """Leaves checkpoints of the rows whose last one is `every` tokens behind."""
+        if self.cache is None or not self.cache.checkpointed:
+            return
+        for row, (stream, length) in enumerate(zip(self.members, self.cache.offsets, strict=True)):
+            behind = length - max(stream.session.trail.lengths, default=0)
+            if behind >= every:
+                checkpoint = self.cache.checkpoint(row)
+                assert checkpoint is not None
+                stream.session.trail.add(checkpoint)
+
     def launch(self) -> None:
         """Starts the next step for those who may draw; the others' rows leave first."""
         self.leave([stream for stream in self.members if not stream.may_draw])
@@ -97,7 +120,7 @@ class Batch:
         if self.lookahead:
             mx.async_eval(drawn.arrays())
         else:
-            # Foreign layers keep small arrays that nothing reads; unevaluated, their graph grows.
+            # A state may hold small arrays that nothing reads; unevaluated, their graph grows.
             mx.async_eval(drawn.arrays() + self.cache.arrays())
 
     def _last(self, stream: Stream, places: dict[Stream, int], previous: Flight | None) -> mx.array | None:

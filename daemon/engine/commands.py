@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
-from stateroom.caches.layout import capacity_for
 from stateroom.client import protocol as p
 from stateroom.client.errors import Busy, Capacity, Exists, Invalid, NotFound, TooLong, Unsupported
 from stateroom.daemon.engine import inputs
 from stateroom.daemon.engine.engine import Engine, Work
 from stateroom.daemon.engine.fill import Fill
+from stateroom.daemon.engine.kv import Served
 from stateroom.daemon.engine.sampling import check as check_sampling
 from stateroom.daemon.engine.score import Score
 from stateroom.daemon.engine.session import Change, Session, apply, common_prefix, plan
@@ -75,13 +76,16 @@ class Commands:
                 raise Busy("The session has another request running.", request=request.rid)
         return session
 
-    def _admit(self, *growths: tuple[Session | None, int]) -> None:
-        """Refuses what would pass the KV budget: each session grows to that many tokens."""
+    def _admit(self, served: Served, *growths: tuple[Session | None, int]) -> None:
+        """Refuses what would pass the KV budget: each session, all of one scheme, grows to that length."""
         budget = self.engine.kv_budget_bytes
         if budget is None:
             return
-        needed = sum(self._growth(session, length) for session, length in growths)
+        needed = sum(self._growth(served, session, length) for session, length in growths)
         free = budget - self.engine.kv_bytes - self._promised()
+        if needed > max(free, 0):  # checkpoints only save time
+            self.engine.drop_checkpoints(needed - free)
+            free = budget - self.engine.kv_bytes - self._promised()
         if needed > max(free, 0):  # what takes nothing more is never refused
             raise Capacity(
                 f"This needs {needed} bytes of KV and {max(free, 0)} are free; close sessions or try again.",
@@ -90,23 +94,25 @@ class Commands:
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    def _growth(self, session: Session | None, length: int) -> int:
+    def _growth(self, served: Served, session: Session | None, length: int) -> int:
         """Bytes that a session (None: a new one) has still to take to hold so many tokens."""
         held = self.engine.held_bytes(session) if session is not None else 0
-        rows = int(capacity_for(length) * self.engine.bytes_per_token)
-        states = self.engine.state_bytes if length else 0
-        return max(rows + states - held, 0)
+        return max(served.projected_bytes(length) - held, 0)
+
+    def _grown(self, session: Session, length: int) -> int:
+        return self._growth(session.served, session, length)
 
     def _promised(self) -> int:
         """Bytes that what was admitted earlier has still to take, at the most."""
         promised = 0
         for request in self.engine.requests.values():
             if isinstance(request, Fill):
-                promised += self._growth(request.session, max(request.change.length, request.most))
+                promised += self._grown(request.session, max(request.change.length, request.most))
             elif isinstance(request, Score):
-                promised += self._growth(None, request.session.length + len(request.continuation))  # a copy
+                copied = request.session.length + len(request.continuation)
+                promised += self._growth(request.session.served, None, copied)
             else:
-                promised += self._growth(request.session, request.most)
+                promised += self._grown(request.session, request.most)
         return promised
 
     # ------------------------------------------------------------ opening, content
@@ -115,15 +121,11 @@ class Commands:
         assert command.session is not None
         if command.session in self.engine.sessions:
             raise Exists("A session of this id exists.", field="session")
-        kv = request.kv or p.KV()
-        if kv.scheme != "dense":
-            raise Unsupported(f"KV scheme {kv.scheme} is not served yet; use dense.", field="kv.scheme")
-        if kv.group_size is not None or kv.quantise_after is not None:
-            raise Unsupported("Dense KV has no group_size and no quantise_after.", field="kv")
+        served = self.engine.schemes.of(request.kv)
         tokens = inputs.whole(self.loaded, request)
         inputs.check_length(len(tokens), self.loaded.context)
-        self._admit((None, len(tokens)))
-        session = Session(command.session, background=request.session_class == "background")
+        self._admit(served, (None, len(tokens)))
+        session = Session(command.session, served, background=request.session_class == "background")
         self.engine.sessions[session.id] = session
         fill = Fill(
             command.rid,
@@ -146,7 +148,7 @@ class Commands:
             result = p.OpenResult(
                 session=session.id,
                 length=session.length,
-                caps=engine.caps,
+                caps=replace(session.served.caps, trim_floor=session.trim_floor),
                 receipt=fill.receipt(engine.clock_ms()) if inputs.has_input(request) else None,
                 finish="cancelled" if cancelled else "done",
             )
@@ -183,7 +185,7 @@ class Commands:
         progress: bool = False,
         whole_chat: bool = False,
     ) -> None:
-        self._admit((session, change.length))
+        self._admit(session.served, (session, change.length))
 
         def then(fill: Fill) -> None:
             if messages and not (fill.cancelled and not fill.done):
@@ -207,12 +209,13 @@ class Commands:
                 f"The session has {session.length} tokens; it can't be trimmed to {to}.", field=field
             )
         change = plan(session, to, [])
-        must_replay = change.kv_keep < min(session.stored, max(to - 1, 0))
-        if must_replay and not request.replay:
-            floor = session.cache.trim_floor(0) if session.cache is not None else 0
+        replayed = min(session.stored, max(to - 1, 0)) - change.kv_keep
+        if replayed and not request.replay:
             raise Unsupported(
-                f"This session's layers can't be trimmed to {to} tokens; replay: true computes them again.",
-                nearest=min(max(to, floor + 1), session.length),
+                f"This session's layers can't be trimmed to {to} tokens; replay: true computes the last "
+                f"{replayed} of them again.",
+                nearest=session.nearest(to),
+                replayed=replayed,
             )
         if request.replay:
             self._change(command, session, change, [])
@@ -224,7 +227,8 @@ class Commands:
     def _adopt(self, command: Adopt) -> None:
         session = self.engine.sessions.get(command.session)
         if session is None:
-            session = self.engine.sessions[command.session] = Session(command.session)
+            served = self.engine.schemes.of(command.kv)
+            session = self.engine.sessions[command.session] = Session(command.session, served)
         session.background = command.background
         inputs.check_tokens(command.tokens, self.loaded.vocab)
         apply(session, Change(0, 0, command.tokens, None))
@@ -249,7 +253,7 @@ class Commands:
             )
         check_sampling(request.sampling or p.Sampling(), self.loaded.vocab, request.stop_tokens)
         most = min(session.length + request.max_tokens, self.loaded.context)
-        self._admit((session, most))
+        self._admit(session.served, (session, most))
         received = self.engine.clock_ms()
         missing = session.missing
 
@@ -288,13 +292,15 @@ class Commands:
 
     def _fork(self, command: Command, request: p.Fork) -> None:
         session = self._idle_session(command)
-        self._admit(*((None, session.length) for _ in command.children))
+        self._admit(session.served, *((None, session.length) for _ in command.children))
         children = []
         for child_id in command.children:
-            child = Session(child_id, background=session.background, tokens=list(session.tokens))
+            child = Session(
+                child_id, session.served, background=session.background, tokens=list(session.tokens)
+            )
             if session.cache is not None:
                 child.cache = session.cache.fork()
-                child.stored = session.stored
+                child.stored, child.trail = session.stored, session.trail.copy()
                 mx.async_eval(child.cache.arrays())
             child.chat = child.chat_told = list(session.chat)
             child.origin = "fork"
@@ -318,7 +324,7 @@ class Commands:
             tokens = self.loaded.tokenizer.encode(request.text or "", first=False)
         inputs.check_tokens(tokens, self.loaded.vocab)
         inputs.check_length(session.length + len(tokens), self.loaded.context)
-        self._admit((None, session.length + len(tokens)))
+        self._admit(session.served, (None, session.length + len(tokens)))
         if not tokens:
             self.engine.answer(command.rid, p.ScoreResult(tokens=[], logprobs=[], total=0.0))
             return
@@ -355,7 +361,7 @@ class Commands:
 
     def _close(self, command: Command, request: p.Close) -> None:
         session = self._idle_session(command)
-        freed = session.kv_bytes
+        freed = session.kv_bytes + session.trail.nbytes
         del self.engine.sessions[session.id]
         session.drop_kv()
         self.engine.answer(command.rid, p.CloseResult(freed_bytes=freed))

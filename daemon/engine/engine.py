@@ -18,16 +18,17 @@ from typing import cast
 import mlx.core as mx
 
 from stateroom.caches import attention
+from stateroom.caches.checkpoints import Trail
 from stateroom.caches.errors import UnknownKind
-from stateroom.caches.probe import rows_agree
 from stateroom.caches.session import SessionCache
 from stateroom.client.errors import Internal, Numeric, StateroomError
 from stateroom.client.limits import BATCH_MAX
-from stateroom.client.protocol import Body, Caps, KindCaps, LengthResult, Receipt
+from stateroom.client.protocol import Body, LengthResult, Receipt
 from stateroom.daemon.engine.batch import Batch, Flight
 from stateroom.daemon.engine.blas_threads import BlasThreads
 from stateroom.daemon.engine.cpu_linear import use_pieces
-from stateroom.daemon.engine.fill import Fill
+from stateroom.daemon.engine.fill import CHECKPOINT_EVERY, Fill
+from stateroom.daemon.engine.kv import Schemes
 from stateroom.daemon.engine.model import LoadedModel
 from stateroom.daemon.engine.problem import ModelError
 from stateroom.daemon.engine.score import Score
@@ -106,30 +107,17 @@ class Engine:
         if mx.default_device().type == mx.DeviceType.cpu:
             use_pieces(self.loaded.model)
         try:
-            probe = SessionCache.create(self.loaded.model)
+            self.schemes = Schemes(self.loaded.model)
         except UnknownKind as error:
             raise ModelError(
                 f"The model {self.loaded.id} can't be served: {error}.", permanent=True
             ) from error
-        mx.eval(probe.forward(self.loaded.model, mx.array([[0]], dtype=mx.uint32)), probe.arrays())
-        self.bytes_per_token = probe.bytes_per_token
-        self.state_bytes = probe.state_bytes
-        self.kinds = [KindCaps(kind=k.kind, scheme=k.scheme, layers=k.layers) for k in probe.kinds()]
-        self.trimmable = probe.trimmable
-        self.batchable = rows_agree(self.loaded.model)
-        self.caps = Caps(
-            trim="any" if probe.trimmable else "none",
-            trim_floor=0,
-            fork="copy",
-            batch=self.batchable,
-            speculative=False,
-            kv=self.kinds,
-            bytes_per_token=probe.bytes_per_token,
-        )
+        self.bytes_per_token = self.schemes.dense.caps.bytes_per_token
+        self.kinds = self.schemes.dense.caps.kv
 
     def trial_step(self) -> Callable[[], None]:
         """A decode step of one row that belongs to nobody, to be timed before there is work."""
-        row = SessionCache.create(self.loaded.model)
+        row = self.schemes.dense.empty()
 
         def step() -> None:
             mx.eval(row.forward(self.loaded.model, mx.array([[0]], dtype=mx.uint32)), row.arrays())
@@ -160,9 +148,12 @@ class Engine:
             session=session.id,
             keep=keep,
             tokens=session.tokens[keep:],
-            private_bytes=int(session.length * self.bytes_per_token) if session.lent else session.kv_bytes,
+            private_bytes=self.held_bytes(session) + session.trail.nbytes,
+            live_bytes=self.live_bytes(session),
             resident=session.lent or session.stored > 0 or session.length <= 1,
             chat=chat,
+            trim_floor=None if session.lent else session.trim_floor,
+            checkpoints=None if session.lent else session.checkpoints,
         )
 
     # ------------------------------------------------------------ the loop
@@ -171,7 +162,16 @@ class Engine:
     def kv_bytes(self) -> int:
         """KV held on the device by all sessions and batches."""
         batches = sum(batch.cache.nbytes_capacity for batch in self.batches if batch.cache is not None)
-        return batches + sum(session.kv_bytes for session in self.sessions.values())
+        marks = {mark for session in self.sessions.values() for mark in session.trail}
+        rows = sum(session.kv_bytes for session in self.sessions.values())
+        return batches + rows + sum(mark.nbytes for mark in marks)
+
+    def drop_checkpoints(self, wanted_bytes: int) -> None:
+        """Frees that much, if there is as much, beginning with the oldest sessions."""
+        aim = self.kv_bytes - wanted_bytes
+        for session in self.sessions.values():
+            if session.trail.nbytes and self.kv_bytes > aim:
+                session.trail = Trail()
 
     def held_bytes(self, session: Session) -> int:
         """What a session's KV takes now, its share of a batch if its row is lent."""
@@ -181,6 +181,12 @@ class Engine:
             if batch.cache is not None and any(stream.session is session for stream in batch.members):
                 return batch.cache.nbytes_capacity // batch.cache.rows
         return 0
+
+    def live_bytes(self, session: Session) -> int:
+        """KV of a session's tokens, without spare capacity and padding."""
+        if not session.lent:
+            return session.live_bytes
+        return int(max(session.length - 1, 0) * session.served.caps.bytes_per_token)
 
     def step(self) -> bool:
         """One turn of the loop; False when nothing is left to do."""
@@ -231,12 +237,18 @@ class Engine:
             if stream.cancelled:
                 self._finish_stream(stream)
                 continue
+            if stream.has_ended():
+                continue  # while its row was out to be quantised
             cache = stream.session.cache
             if cache is None:
-                cache = stream.session.cache = SessionCache.create(self.loaded.model)
+                cache = stream.session.cache = stream.session.served.empty()
+            if not cache.tokens_left_dense:
+                stream.session.settle()
+                cache.quantise()
             batch = next((b for b in self.batches if self._has_place(b, groups, cache)), None)
             if batch is None:
-                batch = Batch(self.loaded.model, self.rows_max, lookahead=self.trimmable)
+                lookahead = cache.speculative  # its rows can be trimmed by a step
+                batch = Batch(self.loaded.model, self.rows_max, lookahead)
                 self.batches.append(batch)
             groups.setdefault(id(batch), (batch, []))[1].append(stream)
         for batch, streams in groups.values():
@@ -253,7 +265,7 @@ class Engine:
         self, batch: Batch, groups: dict[int, tuple[Batch, list[Stream]]], cache: SessionCache
     ) -> bool:
         coming = groups.get(id(batch), (batch, []))[1]
-        if len(batch.members) + len(coming) >= self.rows_max or not self.batchable:
+        if len(batch.members) + len(coming) >= self.rows_max or not self.schemes.batchable:
             return False
         other = batch.cache if batch.cache is not None else coming[0].session.cache if coming else None
         return other is None or other.signature == cache.signature
@@ -268,6 +280,7 @@ class Engine:
             self._launch(batch)
 
     def _launch(self, batch: Batch) -> None:
+        self.joining.extend(batch.leave_due())
         batch.launch()
 
     def _land(self, batch: Batch) -> None:
@@ -309,6 +322,7 @@ class Engine:
             else:
                 self._finish_stream(stream)
         batch.landing = None
+        batch.mark(CHECKPOINT_EVERY)
 
     @staticmethod
     def without_numbers(session: Session) -> Numeric:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 from mlx import nn
 
-from stateroom.caches.session import SessionCache
 from stateroom.client.protocol import Progress, Receipt, Source
 from stateroom.daemon.engine.session import Change, Session, apply, chat_within
 from stateroom.daemon.link import ChatTurn
+
+CHECKPOINT_EVERY = 256  # tokens between two checkpoints of a long prompt or answer, and at every prompt's end
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +98,7 @@ class Fill:
         """Starts a forward pass over the next tokens; gives the arrays whose evaluation ends it."""
         session = self.session
         if session.cache is None:
-            session.cache = SessionCache.create(model)
+            session.cache = session.served.empty()
         piece = session.tokens[session.stored : session.stored + tokens]
         # The logits are never evaluated: a prefill needs only the KV.
         session.cache.forward(model, mx.array([piece], dtype=mx.uint32))
@@ -106,3 +107,5 @@ class Fill:
     def landed(self, tokens: int, arrays: list[mx.array]) -> None:
         self.session.stored += tokens
         self.computed += tokens
+        if self.done or self.session.since_mark >= CHECKPOINT_EVERY:
+            self.session.mark()

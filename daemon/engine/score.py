@@ -47,7 +47,7 @@ class Score:
     def launch(self, model: nn.Module, tokens: int) -> list[mx.array]:
         """Feeds the token before each of the next `tokens` of the continuation."""
         if self.cache is None:
-            self.cache = SessionCache.create(model)
+            self.cache = self.session.served.empty()
         at = len(self.logprobs)
         fed = [self.session.tokens[-1], *self.continuation][at : at + tokens]
         # logits [1, N, V]; the targets are the tokens that follow the fed ones

@@ -3,14 +3,19 @@
 KV is a cache of tokens. It holds the first `stored` tokens, never more than all but the last: the
 last token is *pending* and is fed by the next operation. Whatever is missing (after a worker died, or
 where layers can't be trimmed) is computed before it is needed, so dropping KV is always legal.
+
+Layers that can't be trimmed leave checkpoints on the session's trail; going back is exact at those and
+wherever every layer can be trimmed, and from there the rest is computed again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from stateroom.caches.checkpoints import Trail
 from stateroom.caches.session import SessionCache
 from stateroom.client.protocol import Source
+from stateroom.daemon.engine.kv import Served
 from stateroom.daemon.link import ChatTurn
 
 
@@ -19,10 +24,12 @@ class Session:
     """One session. While a stream runs, its row is lent to a batch: `cache` is None and `lent` is set."""
 
     id: str
+    served: Served
     background: bool = False
     tokens: list[int] = field(default_factory=list)
     cache: SessionCache | None = None
     stored: int = 0
+    trail: Trail = field(default_factory=Trail)
     lent: bool = False
     origin: Source = "session"  # "fork" until the first operation after a fork
     chat: list[ChatTurn] = field(default_factory=list)  # what was given as messages, oldest first
@@ -39,23 +46,81 @@ class Session:
 
     @property
     def kv_bytes(self) -> int:
+        """What its rows take; checkpoints, which forks share, come on top."""
         return self.cache.nbytes_capacity if self.cache is not None else 0
+
+    @property
+    def live_bytes(self) -> int:
+        """KV of tokens, without spare capacity."""
+        return self.cache.nbytes_live if self.cache is not None else 0
 
     def drop_kv(self) -> None:
         self.cache = None
         self.stored = 0
+        self.trail = Trail()
+
+    def mark(self) -> None:
+        """Leaves a checkpoint here, if some layer may not be able to come back otherwise."""
+        if self.cache is not None and self.cache.checkpointed:
+            checkpoint = self.cache.checkpoint(0)
+            assert checkpoint is not None
+            self.trail.add(checkpoint)
+
+    @property
+    def since_mark(self) -> int:
+        """Tokens stored behind the last checkpoint."""
+        return self.stored - max(self.trail.lengths, default=0)
+
+    def reachable(self, length: int) -> int:
+        """The most of the first `length` tokens whose KV can be had exactly, without computing."""
+        if self.cache is None or not length:
+            return 0
+        if self.cache.can_trim(0, self.cache.offsets[0] - length):
+            return length
+        checkpoint = self.trail.nearest(length)
+        if checkpoint is None or not self.cache.can_restore(checkpoint):
+            return 0
+        return checkpoint.length
+
+    def go_back(self, length: int) -> None:
+        """KV goes back to `length` tokens, one that `reachable` gave; 0: all of it goes."""
+        if not length or self.cache is None:
+            self.drop_kv()
+            return
+        held = self.cache.offsets[0]
+        if self.cache.can_trim(0, held - length):
+            if held > length:
+                self.cache.trim(0, held - length)
+        else:
+            checkpoint = self.trail.nearest(length)
+            assert checkpoint is not None
+            self.cache.restore(checkpoint)
+        self.stored = length
+        self.trail.cut(length)
+
+    def nearest(self, length: int) -> int:
+        """The length nearest to `length` that the session can be trimmed to without computing anything."""
+        if self.cache is None:
+            return self.length
+        lengths = [*self.checkpoints, min(max(length, self.trim_floor), self.length)]
+        return min(lengths, key=lambda n: (abs(n - length), -n))
+
+    @property
+    def trim_floor(self) -> int:
+        """The length from which on the session can be trimmed at will. KV is of all but its last token."""
+        floor = self.cache.trim_floor(0) if self.cache is not None else 0
+        return floor + 1 if floor else 0
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """Lengths below `trim_floor` that it can be trimmed to."""
+        floor = self.trim_floor
+        return [n + 1 for n in self.trail.lengths if n + 1 < floor and self.reachable(n) == n]
 
     def settle(self) -> None:
         """After a row came back: KV beyond all but the last token goes, exactly, or all of it."""
         assert self.cache is not None
-        held = self.cache.offsets[0]
-        wanted = min(held, max(len(self.tokens) - 1, 0))
-        if self.cache.broken or not self.cache.can_trim(0, held - wanted):
-            self.drop_kv()
-            return
-        if held > wanted:
-            self.cache.trim(0, held - wanted)
-        self.stored = wanted
+        self.go_back(self.reachable(min(self.cache.offsets[0], max(len(self.tokens) - 1, 0))))
 
 
 @dataclass(frozen=True)
@@ -84,22 +149,26 @@ def plan(session: Session, keep: int, tokens: list[int]) -> Change:
     why = None
     if session.missing > 0:
         why = f"the KV of {session.missing} tokens was no longer on the device"
-    drop = session.stored - kv_keep
-    if drop and kv_keep and session.cache is not None and not session.cache.can_trim(0, drop):
-        kinds = ", ".join(sorted({kind.kind for kind in session.cache.kinds() if kind.kind != "full"}))
-        why = f"layers of kind {kinds} can't be trimmed by {drop} tokens, so all of it is computed again"
-        kv_keep = 0
+    if kv_keep < session.stored:
+        reachable = session.reachable(kv_keep)
+        if reachable < kv_keep:
+            start = f"from the checkpoint at {reachable} tokens" if reachable else "from its first token"
+            why = f"{_stiff(session)} can't go back to {kv_keep} tokens, so it is computed again {start}"
+            kv_keep = reachable
     return Change(keep, kv_keep, tokens, why)
 
 
+def _stiff(session: Session) -> str:
+    """What of a session can't be trimmed at will."""
+    kinds = sorted({kind.kind for kind in session.served.blueprint.kinds if kind.kind != "full"})
+    after = session.served.blueprint.scheme.quantise_after
+    return f"layers of kind {', '.join(kinds)}" if kinds else f"KV that was quantised at {after} tokens"
+
+
 def apply(session: Session, change: Change) -> None:
-    """Carries a plan out. The trim is exact in every layer or, by plan, the KV goes as a whole."""
-    drop = session.stored - change.kv_keep
-    if change.kv_keep == 0:
-        session.drop_kv()
-    elif drop and session.cache is not None:
-        session.cache.trim(0, drop)
-        session.stored = change.kv_keep
+    """Carries a plan out: back to where the plan found that every layer can go exactly."""
+    if change.kv_keep < session.stored or not change.kv_keep:
+        session.go_back(change.kv_keep)
     del session.tokens[change.keep :]
     session.tokens.extend(change.tokens)
     session.chat = chat_within(session.chat, change.keep)

@@ -14,7 +14,6 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from stateroom.caches.session import SessionCache
 from stateroom.client import protocol as p
 from stateroom.daemon.engine.commands import Commands
 from stateroom.daemon.engine.engine import Engine
@@ -147,7 +146,7 @@ class Bench:
     def next_logits(self, session_id: str) -> np.ndarray:
         """What the session would decode from next, without touching it; computes what is missing."""
         session = self.session(session_id)
-        cache = session.cache.fork() if session.cache is not None else SessionCache.create(self.loaded.model)
+        cache = session.cache.fork() if session.cache is not None else session.served.empty()
         fed = session.tokens[session.stored :]
         logits = cache.forward(self.loaded.model, mx.array([fed], dtype=mx.uint32))
         return np.array(logits[0, -1].astype(mx.float32))
@@ -168,7 +167,13 @@ class Bench:
         assert session.stored <= max(session.length - 1, 0)
         if not session.tokens:
             return
-        got, wanted = self.next_logits(session_id), self.fresh_logits(session.tokens)
+        if session.served is self.engine.schemes.dense:
+            wanted = self.fresh_logits(session.tokens)
+        else:  # nobody else's caches store like that
+            fresh = session.served.empty()
+            logits = fresh.forward(self.loaded.model, mx.array([session.tokens], dtype=mx.uint32))
+            wanted = np.array(logits[0, -1].astype(mx.float32))
+        got = self.next_logits(session_id)
         assert np.isfinite(got).all()
         error = np.abs(got - wanted).max() / max(np.abs(wanted).max(), 1e-6)
         assert error <= bound, f"{session_id}: logits differ by {error:.2e} of their size"

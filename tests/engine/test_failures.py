@@ -20,7 +20,7 @@ def test_a_session_of_nan_fails_alone_and_heals(bench: Bench) -> None:
         bench.engine.step()
     (batch,) = bench.engine.batches
     assert batch.cache is not None
-    planes = batch.cache._full.planes
+    planes = batch.cache.stores[0].planes
     row = next(i for i, stream in enumerate(batch.members) if stream.session.id == poisoned)
     for i, plane in enumerate(planes):
         where = mx.arange(plane.shape[0])[:, None, None, None] == row
@@ -45,7 +45,8 @@ def test_a_score_of_nan_fails_by_name_and_heals(bench: Bench) -> None:
     wanted = bench.call(p.Score(session=session, tokens=[1, 2, 3]))
     cache = bench.session(session).cache
     assert cache is not None
-    cache._full.planes[:] = [mx.full(plane.shape, float("nan")) for plane in cache._full.planes]
+    planes = cache.stores[0].planes
+    planes[:] = [mx.full(plane.shape, float("nan")) for plane in planes]
     failed = bench.call(p.Score(session=session, tokens=[1, 2, 3]))
     assert isinstance(failed, p.ErrorBody)
     assert (failed.code, failed.details) == ("numeric", {"length": len(PROMPT)})

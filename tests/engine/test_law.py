@@ -37,15 +37,18 @@ class Operations(RuleBasedStateMachine):
     """Random operations on a handful of sessions; every touched session is checked after each."""
 
     architecture: ClassVar[str] = ""
+    width: ClassVar[int] = 32
+    schemes: ClassVar[list[p.KV | None]] = [None]
     alone: ClassVar[bool] = False  # quanta run by themselves, as with a threaded BLAS
     _loaded: ClassVar[dict[str, object]] = {}
 
     def __init__(self) -> None:
         super().__init__()
-        if self.architecture not in self._loaded:
-            self._loaded[self.architecture] = make_tiny_model(self.architecture)
+        model = f"{self.architecture}-{self.width}"
+        if model not in self._loaded:
+            self._loaded[model] = make_tiny_model(self.architecture, width=self.width)
         options = {"blas": BlasThreads(Recorded(), 2)} if self.alone else {}
-        self.bench = Bench(self._loaded[self.architecture], **options)  # type: ignore[arg-type]
+        self.bench = Bench(self._loaded[model], **options)  # type: ignore[arg-type]
         self.ids: list[str] = []
         self.touched: set[str] = set()
 
@@ -58,9 +61,9 @@ class Operations(RuleBasedStateMachine):
         return LENGTH_MOST - self.bench.session(session).length
 
     @precondition(lambda self: len(self.ids) < SESSIONS_MOST)
-    @rule(tokens=tokens_of)
-    def open(self, tokens: list[int]) -> None:
-        session = self.bench.open(tokens)
+    @rule(tokens=tokens_of, scheme=st.integers(0, 99))
+    def open(self, tokens: list[int], scheme: int) -> None:
+        session = self.bench.open(tokens, kv=self.schemes[scheme % len(self.schemes)])
         self.ids.append(session)
         self.touched.add(session)
         assert self.bench.session(session).tokens == tokens
@@ -123,8 +126,11 @@ class Operations(RuleBasedStateMachine):
         if isinstance(body, p.ErrorBody):
             assert body.code == "unsupported"
             assert not replay
-            assert to < body.details["nearest"] <= len(before)
+            nearest = body.details["nearest"]
             assert self.bench.session(session).tokens == before
+            assert nearest != to
+            assert isinstance(self.bench.call(p.Trim(session=session, to=nearest)), p.LengthResult)
+            assert self.bench.session(session).tokens == before[:nearest]
         else:
             assert self.bench.session(session).tokens == before[:to]
 
@@ -225,6 +231,34 @@ def test_law(architecture: str, alone: bool) -> None:
         settings=settings(
             max_examples=25,
             stateful_step_count=18,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+SCHEMES = [
+    None,
+    p.KV(scheme="affine4"),
+    p.KV(scheme="affine8", group_size=32),
+    p.KV(scheme="turbo"),
+    p.KV(scheme="affine8", quantise_after=9),
+]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2"])
+def test_law_of_mixed_schemes(architecture: str) -> None:
+    """Sessions of several schemes side by side: each equals a fresh one of its own scheme."""
+    machine = type(
+        f"Schemes_{architecture}",
+        (Operations,),
+        {"architecture": architecture, "width": 256, "schemes": SCHEMES},
+    )
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=12,
+            stateful_step_count=14,
             deadline=None,
             suppress_health_check=list(HealthCheck),
         ),

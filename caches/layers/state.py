@@ -1,0 +1,241 @@
+"""Recurrent and convolution states: arrays [B, ...] that a model replaces at every forward.
+
+A state has no columns: it can't be trimmed, only put back as it was at some length. Arrays are replaced,
+never written in place, so remembering one is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
+
+from stateroom.caches.errors import CannotTrim, Mismatch
+
+State = mx.array | None  # None until the first forward
+
+
+class StateLayer(ArraysCache):  # type: ignore[misc]  # models ask isinstance(cache, ArraysCache)
+    """The cache that a model sees: `cache[i]` reads and replaces one array of the layer."""
+
+    def __init__(self, arrays: list[State]) -> None:
+        super().__init__(len(arrays))
+        self.cache = arrays
+
+
+class StateRows:
+    """The states of some layers for `rows` rows, and how many tokens they have seen."""
+
+    __slots__ = ("_before", "_forward", "_right_pad", "_round", "layers", "offset")
+
+    def __init__(self, sizes: Sequence[int], rows: int = 1) -> None:
+        self.layers = [StateLayer([None] * size) for size in sizes]
+        self.offset = (0,) * rows
+        self._forward: int | None = None  # tokens of the open forward
+        self._before: list[list[State]] = []
+        self._round: tuple[tuple[int, ...], list[list[State]]] | None = None
+        self._right_pad: tuple[int, ...] | None = None
+
+    @property
+    def signature(self) -> Hashable:
+        return ("state", tuple(len(layer.cache) for layer in self.layers))
+
+    @property
+    def unused(self) -> bool:
+        """No token was fed yet; that is not, in every model, a state of zeros."""
+        return not all(self.offset)
+
+    # ------------------------------------------------------------ one forward
+
+    def begin(self, n: int, position: int | mx.array | None = None) -> None:
+        if self._forward is not None:
+            raise RuntimeError("a forward is open already")
+        self._forward, self._before = n, self._remembered()
+
+    def commit(self) -> None:
+        if self._forward is None:
+            raise RuntimeError("no forward is open")
+        self.offset = tuple(offset + self._forward for offset in self.offset)
+        self._forward, self._before = None, []
+
+    def rollback(self) -> None:
+        if self._forward is None:
+            raise RuntimeError("no forward is open")
+        self._put_back(self._before)
+        self._forward, self._before = None, []
+
+    def _remembered(self) -> list[list[State]]:
+        return [list(layer.cache) for layer in self.layers]
+
+    def _put_back(self, arrays: list[list[State]]) -> None:
+        for layer, held in zip(self.layers, arrays, strict=True):
+            layer.cache[:] = held
+
+    # ------------------------------------------------------------ row surgery
+
+    @classmethod
+    def merge_rows(cls, sources: Sequence[StateRows]) -> StateRows:
+        """All rows in one group, in order; `Mismatch` for used and unused states together."""
+        if len({source.signature for source in sources}) != 1:
+            raise Mismatch("rows of different states")
+        for source in sources:
+            source._refuse_unfinished()
+        layers = [
+            [_stacked(entry) for entry in zip(*(source.layers[i].cache for source in sources), strict=True)]
+            for i in range(len(sources[0].layers))
+        ]
+        return cls._made(layers, tuple(offset for source in sources for offset in source.offset))
+
+    def extract_row(self, row: int) -> StateRows:
+        self._refuse_unfinished()
+        if not 0 <= row < len(self.offset):
+            raise IndexError(f"row {row} of {len(self.offset)}")
+        return self._made(
+            [[a if a is None else mx.contiguous(a[row : row + 1]) for a in x.cache] for x in self.layers],
+            (self.offset[row],),
+        )
+
+    def filtered(self, keep: Sequence[int]) -> StateRows:
+        """The rows of `keep`, in its order. None is legal: such a group can be merged into."""
+        if self._forward is not None:
+            raise RuntimeError("rows can't be rearranged inside a forward")
+        if any(not 0 <= row < len(self.offset) for row in keep):
+            raise IndexError(f"rows {list(keep)} of {len(self.offset)}")
+        index = mx.array(list(keep), dtype=mx.int32)
+
+        def kept(arrays: Sequence[State]) -> list[State]:
+            return [a if a is None else mx.take(a, index, axis=0) for a in arrays]
+
+        layers: list[list[State]] = [kept(x.cache) if keep else [None] * len(x.cache) for x in self.layers]
+        made = self._made(layers, tuple(self.offset[i] for i in keep))
+        if self._round is not None:
+            made._round = (
+                tuple(self._round[0][i] for i in keep),
+                [kept(arrays) for arrays in self._round[1]],
+            )
+        if self._right_pad is not None:
+            made._right_pad = tuple(self._right_pad[i] for i in keep)
+            for old, new in zip(self.layers, made.layers, strict=True):
+                new.lengths = None if old.lengths is None else mx.take(old.lengths, index)
+        return made
+
+    def forget_unseen(self) -> None:
+        """Nothing: a state holds no tokens."""
+
+    def can_trim(self, row: int, n: int) -> bool:
+        return n == 0
+
+    def trim_floor(self, row: int) -> int:
+        return self.offset[row]
+
+    def trim(self, row: int, n: int) -> None:
+        if n:
+            raise CannotTrim("a recurrent state can't be trimmed")
+
+    def sharing(self) -> StateRows:
+        """The same states, an open round and all, over the same arrays, which nobody writes into."""
+        if self._forward is not None:
+            raise RuntimeError("rows can't be rearranged inside a forward")
+        made = type(self)([len(layer.cache) for layer in self.layers], len(self.offset))
+        made._put_back(self._remembered())
+        made.offset, made._round, made._right_pad = self.offset, self._round, self._right_pad
+        for old, new in zip(self.layers, made.layers, strict=True):
+            new.lengths = old.lengths
+        return made
+
+    @classmethod
+    def _made(cls, layers: list[list[State]], offset: tuple[int, ...]) -> StateRows:
+        mx.eval([a for layer in layers for a in layer if a is not None])
+        made = cls([len(layer) for layer in layers], len(offset))
+        made._put_back(layers)
+        made.offset = offset
+        return made
+
+    # ------------------------------------------------------------ rounds, ragged prefill
+
+    def spec_round_begin(self) -> None:
+        self._refuse_unfinished()
+        if self._round is not None:
+            raise RuntimeError("a speculative round is open already")
+        self._round = (self.offset, self._remembered())
+
+    def spec_round_commit(self) -> None:
+        self._round = None
+
+    def can_keep(self, keep: Sequence[int]) -> bool:
+        """`spec_round_rollback(keep)` would be exact: of each row all of the round stays, or nothing."""
+        if self._round is None:
+            raise RuntimeError("no speculative round is open")
+        before = self._round[0]
+        return all(n in (0, now - then) for n, now, then in zip(keep, self.offset, before, strict=True))
+
+    def spec_round_rollback(self, keep: Sequence[int]) -> None:
+        if not self.can_keep(keep):
+            raise CannotTrim("a recurrent state keeps all of a round or nothing")
+        assert self._round is not None
+        before, arrays = self._round
+        stays = mx.array([now - then == n for n, now, then in zip(keep, self.offset, before, strict=True)])
+        for layer, old in zip(self.layers, arrays, strict=True):
+            layer.cache[:] = [_chosen(stays, now, then) for now, then in zip(layer.cache, old, strict=True)]
+        self.offset = tuple(then + n for then, n in zip(before, keep, strict=True))
+        self._round = None
+
+    @property
+    def round_offsets(self) -> tuple[int, ...]:
+        if self._round is None:
+            raise RuntimeError("no speculative round is open")
+        return self._round[0]
+
+    @property
+    def right_pad(self) -> tuple[int, ...] | None:
+        return self._right_pad
+
+    def prepare_prefill(self, lengths: Sequence[int]) -> None:
+        """Opens a ragged prefill: of what is fed, only the first `lengths[row]` tokens are real."""
+        self._refuse_unfinished()
+        longest = max(lengths)
+        self._right_pad = tuple(longest - n for n in lengths)
+        for layer in self.layers:
+            layer.prepare(lengths=list(lengths))
+
+    def finalize_prefill(self) -> None:
+        if self._right_pad is None:
+            raise RuntimeError("no ragged prefill is open")
+        self.offset = tuple(o - pad for o, pad in zip(self.offset, self._right_pad, strict=True))
+        self._right_pad = None
+        for layer in self.layers:
+            layer.finalize()
+
+    def _refuse_unfinished(self) -> None:
+        if self._forward is not None:
+            raise RuntimeError("rows can't be rearranged inside a forward")
+        if self._right_pad is not None:
+            raise RuntimeError("a ragged prefill is open")
+
+    # ------------------------------------------------------------ sizes, from shapes alone
+
+    bytes_per_token = 0
+
+    @property
+    def nbytes_live(self) -> int:
+        return sum(a.size * a.dtype.size for a in self.arrays())
+
+    nbytes_capacity = nbytes_live
+
+    def arrays(self) -> list[mx.array]:
+        return [a for layer in self.layers for a in layer.cache if a is not None]
+
+
+def _stacked(entry: tuple[State, ...]) -> State:
+    """One array of a state for all rows, [B, ...]."""
+    held = [array for array in entry if array is not None]
+    if held and len(held) != len(entry):
+        raise Mismatch("rows with and without a recurrent state")
+    return mx.concatenate(held) if held else None
+
+
+def _chosen(stays: mx.array, now: State, then: State) -> State:
+    if now is None or then is None:
+        return now if bool(stays.all()) else then
+    return mx.where(stays.reshape(-1, *[1] * (now.ndim - 1)), now, then)

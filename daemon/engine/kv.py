@@ -1,0 +1,87 @@
+"""The KV schemes that sessions of a loaded model may have: chosen or refused when a session is opened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx import nn
+
+from stateroom.caches.blueprint import Blueprint
+from stateroom.caches.codecs.scheme import CannotQuantise, Scheme
+from stateroom.caches.probe import rows_agree
+from stateroom.caches.session import SessionCache
+from stateroom.client.errors import Unsupported
+from stateroom.client.protocol import KV, Caps, KindCaps
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Served:
+    """One scheme: how its sessions are made, what they can do, and what they take."""
+
+    blueprint: Blueprint
+    dense: Blueprint
+    sample: SessionCache  # one token of a session that belongs to nobody: sizes are read from it
+    caps: Caps
+
+    def empty(self) -> SessionCache:
+        """The cache of a session that holds nothing yet."""
+        return SessionCache.empty(self.blueprint, self.dense)
+
+    def projected_bytes(self, length: int) -> int:
+        """What a session of so many tokens takes, at the most."""
+        return self.sample.projected_bytes(length)
+
+
+class Schemes:
+    """The schemes of one model. Each is tried, with one token, when it is first asked for.
+
+    Raises `UnknownKind`, when made, if a layer's cache isn't understood.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._blueprint = Blueprint.of(model)
+        sample = self._fed(SessionCache.empty(self._blueprint))
+        self._geometry = sample.geometry()
+        self.batchable = rows_agree(model)
+        self.dense = self._served(self._blueprint, sample)
+        self._served_by: dict[Scheme, Served] = {Scheme(): self.dense}
+
+    def of(self, kv: KV | None) -> Served:
+        """Raises `Unsupported` when the model's layers can't be stored like that; the message says why."""
+        kv = kv or KV()
+        if kv.scheme == "dense" and (kv.group_size is not None or kv.quantise_after is not None):
+            raise Unsupported("Dense KV has no group_size and no quantise_after.", field="kv")
+        try:
+            scheme = Scheme(kv.scheme, kv.group_size, kv.quantise_after or 0)
+            if scheme not in self._served_by:
+                self._served_by[scheme] = self._quantised(scheme)
+        except CannotQuantise as error:
+            field = "kv.scheme" if kv.group_size is None else "kv.group_size"
+            raise Unsupported(
+                f"This model's KV can't be stored as {kv.scheme}: {error}.", field=field
+            ) from None
+        return self._served_by[scheme]
+
+    def _quantised(self, scheme: Scheme) -> Served:
+        if not any(layer for layers in self._geometry.values() for layer in layers):
+            raise CannotQuantise("its layers keep no keys and values")
+        blueprint = self._blueprint.with_scheme(scheme, self._geometry)
+        return self._served(blueprint, self._fed(SessionCache.empty(blueprint)))
+
+    def _fed(self, sample: SessionCache) -> SessionCache:
+        mx.eval(sample.forward(self._model, mx.array([[0]], dtype=mx.uint32)), sample.arrays())
+        return sample
+
+    def _served(self, blueprint: Blueprint, sample: SessionCache) -> Served:
+        caps = Caps(
+            trim="any" if blueprint.trimmable else "checkpoints",
+            trim_floor=0,
+            fork="copy",
+            batch=self.batchable,
+            speculative=False,
+            kv=[KindCaps(kind=k.kind, scheme=k.scheme, layers=k.layers) for k in blueprint.kinds],
+            bytes_per_token=sample.bytes_per_token,
+        )
+        return Served(blueprint, self._blueprint, sample, caps)

@@ -1,0 +1,164 @@
+"""Going back in layers that can't be trimmed: exact at checkpoints, replayed from them elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+from tests.engine.harness import Bench
+from tests.tiny import WINDOW, make_tiny_model
+
+from stateroom.caches.checkpoints import CHECKPOINTS_MAX
+from stateroom.caches.rows import TRIM_BACK
+from stateroom.client import protocol as p
+from stateroom.daemon.engine.fill import CHECKPOINT_EVERY
+from stateroom.daemon.engine.model import LoadedModel
+
+STATEFUL = ["lfm2", "falcon_h1", "mamba"]
+LONG = 2 * CHECKPOINT_EVERY + 50
+
+
+@pytest.fixture(scope="module", params=STATEFUL)
+def stateful(request: pytest.FixtureRequest) -> LoadedModel:
+    return make_tiny_model(request.param, context=4096)
+
+
+@pytest.fixture(scope="module")
+def windowed() -> LoadedModel:
+    return make_tiny_model("gemma3_text", context=4096)
+
+
+def tokens_of(n: int, seed: int = 0) -> list[int]:
+    return [(13 * k + 7 * seed) % 200 for k in range(n)]
+
+
+def trimmed(bench: Bench, session: str, to: int, *, replay: bool = False) -> p.LengthResult:
+    body = bench.call(p.Trim(session=session, to=to, replay=replay))
+    assert isinstance(body, p.LengthResult), body
+    return body
+
+
+def test_a_prompts_end_can_be_gone_back_to(stateful: LoadedModel) -> None:
+    """The use of every agent: a prompt, an answer that is rejected, another answer."""
+    bench = Bench(stateful)
+    session = bench.open(tokens_of(30))
+    bench.decode(session, 20, ignore_eos=True)
+    receipt = trimmed(bench, session, 30).receipt
+    assert (receipt.reused, receipt.prefilled, receipt.trimmed, receipt.why) == (30, 0, 20, None)
+    bench.check_law(session)
+    bench.decode(session, 3, ignore_eos=True)
+    bench.check_law(session)
+
+
+def test_a_long_prompt_leaves_checkpoints_on_its_way(stateful: LoadedModel) -> None:
+    """An edit in the middle computes what lies behind the nearest checkpoint, not everything."""
+    bench = Bench(stateful)
+    tokens = tokens_of(LONG)
+    session = bench.open(tokens)
+    marks = bench.session(session).checkpoints
+    assert [n for n in marks if n < LONG], "there are some before the end"
+    edited = [*tokens[:-5], 1, 2, 3]
+    body = bench.call(p.Sync(session=session, tokens=edited))
+    assert isinstance(body, p.LengthResult)
+    before = max(n for n in marks if n <= LONG - 5)
+    assert body.receipt.reused == before - 1
+    assert body.receipt.prefilled == len(edited) - body.receipt.reused
+    assert f"checkpoint at {before - 1} tokens" in (body.receipt.why or "")
+    bench.check_law(session)
+
+
+def test_a_trim_tells_its_cost_and_what_costs_nothing(stateful: LoadedModel) -> None:
+    bench = Bench(stateful)
+    session = bench.open(tokens_of(LONG))
+    marks = bench.session(session).checkpoints
+    to = marks[0] + 20
+    refused = bench.call(p.Trim(session=session, to=to))
+    assert isinstance(refused, p.ErrorBody)
+    assert (refused.code, refused.details) == ("unsupported", {"nearest": marks[0], "replayed": 20})
+    assert bench.session(session).length == LONG
+    receipt = trimmed(bench, session, to, replay=True).receipt
+    assert (receipt.reused, receipt.prefilled) == (marks[0] - 1, 21)
+    bench.check_law(session)
+    receipt = trimmed(bench, session, marks[0]).receipt
+    assert (receipt.reused, receipt.prefilled, receipt.why) == (marks[0], 0, None)
+    bench.check_law(session)
+
+
+def test_a_long_answer_leaves_checkpoints_too_also_in_company(stateful: LoadedModel) -> None:
+    bench = Bench(stateful)
+    sessions = [bench.open(tokens_of(9, seed)) for seed in range(2)]
+    rids = [
+        bench.start(p.Decode(session=s, max_tokens=CHECKPOINT_EVERY + 40, ignore_eos=True)) for s in sessions
+    ]
+    bench.finish(*rids)
+    for session in sessions:
+        inside = [n for n in bench.session(session).checkpoints if n > 9]
+        assert inside
+        trimmed(bench, session, inside[-1])
+        bench.check_law(session)
+
+
+def test_forks_share_checkpoints_and_go_their_own_ways(stateful: LoadedModel) -> None:
+    """B30: a checkpoint is nobody's to write."""
+    bench = Bench(stateful)
+    session = bench.open(tokens_of(40))
+    bench.decode(session, 10, ignore_eos=True)
+    body = bench.call(p.Fork(session=session, n=2))
+    assert isinstance(body, p.ForkResult)
+    held = bench.engine.kv_bytes
+    for n, child in enumerate(body.sessions):
+        trimmed(bench, child, 40)
+        bench.decode(child, 4 + n, ignore_eos=True, sampling=p.Sampling(temperature=1.0, seed=n))
+    trimmed(bench, session, 40)
+    for each in (session, *body.sessions):
+        bench.check_law(each)
+    assert bench.engine.kv_bytes <= held
+
+
+def test_checkpoints_are_bounded(stateful: LoadedModel) -> None:
+    bench = Bench(stateful)
+    session = bench.open([1])
+    for n in range(3 * CHECKPOINTS_MAX):
+        bench.call(p.Prefill(session=session, tokens=[n + 1, n + 2]))
+    trail = bench.session(session).trail
+    assert len(trail) == CHECKPOINTS_MAX
+    assert trail.lengths[-1] == bench.session(session).stored
+    bench.check_law(session)
+
+
+def test_kv_that_is_dropped_takes_its_checkpoints_along(stateful: LoadedModel) -> None:
+    bench = Bench(stateful)
+    session = bench.open(tokens_of(30))
+    bench.adopt(session, tokens_of(30))
+    assert bench.engine.kv_bytes == 0
+    assert bench.session(session).checkpoints == []
+    bench.check_law(session)
+
+
+def test_a_wrapped_window_is_trimmed_a_little_at_any_time(windowed: LoadedModel) -> None:
+    """B32: short of what a window keeps beyond what it shows, nothing is computed again."""
+    bench = Bench(windowed)
+    session = bench.open(tokens_of(3 * TRIM_BACK + 6 * WINDOW))
+    bench.decode(session, 5, ignore_eos=True)
+    length = bench.session(session).length
+    for n in (1, TRIM_BACK // 2, TRIM_BACK // 4):
+        length -= n
+        receipt = trimmed(bench, session, length).receipt
+        assert (receipt.reused, receipt.prefilled) == (length, 0)
+        bench.check_law(session)
+
+
+def test_a_wrapped_window_goes_back_to_checkpoints(windowed: LoadedModel) -> None:
+    bench = Bench(windowed)
+    session = bench.open(tokens_of(400))
+    for n in range(4):  # far beyond what the planes hold
+        bench.call(p.Prefill(session=session, tokens=tokens_of(400, n + 1)))
+    held = bench.session(session)
+    assert held.trim_floor > 1000
+    first = held.checkpoints[0]
+    refused = bench.call(p.Trim(session=session, to=first - 3))
+    assert isinstance(refused, p.ErrorBody)
+    assert refused.code == "unsupported"
+    receipt = trimmed(bench, session, first).receipt
+    assert (receipt.reused, receipt.prefilled) == (first, 0)
+    bench.check_law(session)
+    bench.decode(session, 12, ignore_eos=True)
+    bench.check_law(session)
