@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 from benchmarks import report
-from benchmarks.claims import cache_step, company, edit, overhead, round_trip, single
+from benchmarks.claims import cache_step, company, edit, kv_quality, overhead, round_trip, single
 from benchmarks.machine import machine
 from benchmarks.measurement import Measurement
 from benchmarks.rig import TOY, Rig
@@ -30,6 +30,7 @@ CLAIMS: dict[str, Callable[[Rig], list[Measurement]]] = {
     "cache-step": cache_step.run,
     "overhead": overhead.run,
     "round-trip": round_trip.run,
+    "kv-quality": kv_quality.run,
 }
 RESULTS = Path(__file__).parent / "results"
 
