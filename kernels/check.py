@@ -7,7 +7,6 @@ tests hold that to float64. Speeds are printed only when all of it is right, els
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,13 +16,13 @@ from importlib.metadata import version
 
 import mlx.core as mx
 
-from stateroom.kernels import dispatch, host
+from stateroom.kernels import dispatch, host, kv4_set
+from stateroom.kernels.check_cases import Case, Drawn, drawn, read, right_cases, set_cases, speed_cases
 from stateroom.kernels.dispatch import Form
 from stateroom.kernels.join_segments import reference as join_reference
 from stateroom.kernels.join_segments.reference import Attended
 from stateroom.kernels.packed_attention import reference as packed_reference
-from stateroom.kernels.planes import Plane, arrays, like, nbytes, quantised
-from stateroom.kernels.spans import Spans
+from stateroom.kernels.planes import arrays, nbytes
 
 # Norm of the difference over the norm, of one head's output; lse absolute. Twice what the tests allow against
 # float64, since both sides may be off by that.
@@ -36,92 +35,12 @@ GPU_RUNS, CPU_RUNS = 30, 3
 GPU_TOKENS, CPU_TOKENS = 32_768, 2_048  # of one speed, over all rows
 GPU_COPY, CPU_COPY = 1 << 27, 1 << 24  # floats
 
-Packing = tuple[int, int] | None  # (bits, group), or dense
 Write = Callable[[str], object]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One read: heads on kv_heads, the last `count` tokens of rows that live in `spans` of `capacity`."""
-
-    heads: int
-    kv_heads: int
-    width: int
-    dtype: mx.Dtype
-    packing: Packing
-    spans: Spans
-    capacity: int
-    count: int = 1
-    window: int | None = None
-
-    def __str__(self) -> str:
-        scheme = "dense" if self.packing is None else "{} bits/{}".format(*self.packing)
-        kind = str(self.dtype).rsplit(".", maxsplit=1)[-1]
-        shape = (
-            f"{len(self.spans.starts)} x {max(self.spans.ends)} tokens, {self.heads}/{self.kv_heads} heads"
-        )
-        window = "" if self.window is None else f", window {self.window}"
-        return f"{shape} of {self.width}, {kind}, {scheme}, queries {self.count}{window}"
-
-
-def right_cases() -> Iterator[Case]:
-    ragged = Spans.of([0, 7, 600, 3, 40], [701, 7, 601, 640, 43])
-    packings: list[Packing] = [None, (8, 64), (4, 64), (4, 32)]
-    for (heads, kv_heads, width), packing, count in itertools.product(
-        [(10, 2, 64), (9, 3, 128), (4, 2, 256)], packings, [1, 4]
-    ):
-        yield Case(heads, kv_heads, width, mx.bfloat16, packing, ragged, 709, count)
-    for dtype, window in itertools.product([mx.float32, mx.float16], [None, 131]):
-        yield Case(14, 2, 128, dtype, None, ragged, 709, 3, window)
-        yield Case(7, 1, 128, dtype, (4, 128), ragged, 709, 1, window)
-
-
-def speed_cases(tokens: int, dtype: mx.Dtype) -> Iterator[Case]:
-    packings: list[Packing] = [None, (8, 64), (4, 64)]
-    for (heads, kv_heads, width), packing, rows, count in itertools.product(
-        [(9, 3, 64), (32, 8, 128), (8, 4, 256)], packings, [1, 8], [1, 4]
-    ):
-        length = tokens // rows
-        yield Case(
-            heads, kv_heads, width, dtype, packing, Spans.of([0] * rows, [length] * rows), length, count
-        )
-
-
-@dataclass(frozen=True)
-class Drawn:
-    queries: mx.array
-    keys: Plane
-    values: Plane
-
-
-def drawn(case: Case, junk: bool) -> Drawn:
-    """Random numbers; with `junk`, NaN in whatever no query may see."""
-    rows = len(case.spans.starts)
-    live = case.spans.live(case.capacity)[:, None, :, None]
-
-    def plane() -> Plane:
-        dense = (mx.random.normal((rows, case.kv_heads, case.capacity, case.width)) + 0.75).astype(case.dtype)
-        made = dense if case.packing is None else quantised(dense, case.packing[1], case.packing[0])
-        if not junk:
-            return made
-        return like(
-            made,
-            [
-                part if part.dtype == mx.uint32 else mx.where(live, part, mx.array(mx.nan, part.dtype))
-                for part in arrays(made)
-            ],
-        )
-
-    queries = mx.random.normal((rows, case.heads, case.count, case.width)).astype(case.dtype)
-    made = Drawn(queries, plane(), plane())
-    mx.eval(queries, *arrays(made.keys), *arrays(made.values))
-    return made
-
-
-def read(case: Case, made: Drawn) -> Attended:
-    return dispatch.packed_attention(
-        made.queries, made.keys, made.values, case.spans, case.width**-0.5, case.window
-    )
+def read_of_the_set(case: Case, made: Drawn, masked: bool) -> Attended:
+    mask = case.spans.seen(case.count, case.capacity, None)[:, None] if masked else None
+    return kv4_set.attend(made.queries, made.keys, made.values, case.spans, case.width**-0.5, mask)
 
 
 def wrong_by(got: Attended, want: Attended) -> tuple[float, float]:
@@ -141,7 +60,7 @@ def _worst(differences: mx.array) -> float:
     return worst
 
 
-def check(case: Case, form: Form) -> tuple[float, float]:
+def check(case: Case, form: Form, read_by: Callable[[Case, Drawn], Attended] = read) -> tuple[float, float]:
     made = drawn(case, junk=True)
     with mx.stream(mx.cpu):
         wide = made.queries.astype(mx.float32)
@@ -150,7 +69,7 @@ def check(case: Case, form: Form) -> tuple[float, float]:
         )
         mx.eval(*want)
     with dispatch.forced(form):
-        got = read(case, made)
+        got = read_by(case, made)
         mx.eval(*got)
     with mx.stream(mx.cpu):
         return wrong_by(got, want)
@@ -170,22 +89,38 @@ def check_join(form: Form) -> tuple[float, float]:
         return wrong_by(got, want)
 
 
-def all_right(form: Form, write: Write) -> bool:
-    checks: list[tuple[str, float, Callable[[], tuple[float, float]]]] = [
-        ("join_segments", BOUND[mx.float32], partial(check_join, form))
-    ]
+@dataclass(frozen=True)
+class Check:
+    name: str
+    dtype: mx.Dtype
+    products: bool  # of mlx, not of a kernel
+    run: Callable[[], tuple[float, float]]
+
+
+def checks(form: Form) -> Iterator[Check]:
+    products = form in ("folded", "quantised")
+    yield Check("join_segments", mx.float32, products, partial(check_join, form))
     for case in right_cases():
-        checks.append((f"packed_attention {case}", BOUND[case.dtype], partial(check, case, form)))
+        yield Check(f"packed_attention {case}", case.dtype, products, partial(check, case, form))
+    for case, masked in set_cases():
+        window = case.count > 1 and len(case.spans.starts) == 1
+        name = f"kv4_set {case}{', mask' if masked else ''}"
+        run = partial(check, case, form, partial(read_of_the_set, masked=masked))
+        yield Check(name, case.dtype, products or masked or window, run)
+
+
+def all_right(form: Form, write: Write) -> bool:
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
     fine = True
-    for name, bound, run in checks:
-        output, lse = run()
-        lse_bound = LSE_BOUND
-        if form == "folded" and mx.default_device().type == mx.DeviceType.gpu:
+    for each in checks(form):
+        output, lse = each.run()
+        bound, lse_bound = BOUND[each.dtype], LSE_BOUND
+        if each.products and on_gpu:
             bound, lse_bound = max(bound, GPU_PRODUCT_BOUND), GPU_PRODUCT_BOUND
         passed = output <= bound and lse <= lse_bound
         fine = fine and passed
         verdict = "right" if passed else "WRONG"
-        write(f"{verdict}  {form:6}  {name}: {output:.1e} of {bound:.0e}, lse {lse:.0e}\n")
+        write(f"{verdict}  {form:9}  {each.name}: {output:.1e} of {bound:.0e}, lse {lse:.0e}\n")
     return fine
 
 
@@ -249,7 +184,7 @@ def main(arguments: list[str] | None = None, write: Write = sys.stdout.write) ->
     parser.add_argument("--no-speed", action="store_true", help="only whether the results are right")
     wanted = parser.parse_args(arguments)
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    forms: list[Form] = ["folded", "fused"] if on_gpu else ["folded"]
+    forms: list[Form] = ["quantised", "fused"] if on_gpu else ["folded", "quantised"]
     write(f"{mx.device_info().get('device_name', 'a device')}, {mx.default_device()}, mlx {version('mlx')}\n")
     mx.random.seed(0)
     right = [all_right(form, write) for form in forms + emulated_forms()]

@@ -10,7 +10,7 @@ import mlx.core as mx
 from stateroom.kernels import levels
 from stateroom.kernels.decode_attention import LOG2_E, product_with_keys
 from stateroom.kernels.join_segments.reference import Attended
-from stateroom.kernels.planes import Affine, Plane, columns, silenced
+from stateroom.kernels.planes import Affine, Plane, arrays, columns, like, silenced
 from stateroom.kernels.spans import Spans
 
 # How affine planes are multiplied: "folded" unpacks them, for CPUs; "quantised" is mlx's own product.
@@ -18,6 +18,9 @@ Products = Literal["folded", "quantised"]
 # Queries of a KV head up to which mlx's own product is as fast on x86 also: it dequantises for each anew.
 KEY_PRODUCT_MAX = 1
 VALUE_PRODUCT_MAX = 3
+# Scores made at a time: 4 MiB on a CPU, where more comes from the system page by page; 256 MiB on a GPU.
+SCORES_MAX: dict[Products, int] = {"folded": 1 << 20, "quantised": 1 << 26}
+QUERIES_MIN = 8  # of one product: planes are unpacked for each anew
 LOWEST = -3.0e38  # a finite score below any other
 
 
@@ -34,8 +37,6 @@ def packed_attention(
     """As the reference. `clean`: values outside the spans are finite, and need no silencing."""
     count = queries.shape[2]
     first, stop = spans.reach(count, window)
-    if first == stop:
-        return _nothing(queries, values)
     # On a CPU mlx's quantised product copies a slice, and pays even so; on Metal it takes it as it is.
     keys, values = columns(keys, first, stop), columns(values, first, stop)
     if spans.level(count, window):
@@ -55,8 +56,6 @@ def masked_attention(
     clean: bool = False,
 ) -> Attended:
     """As the reference; and with `clean` false, values that the mask hides from all queries may be NaN."""
-    if not mask.shape[-1]:
-        return _nothing(queries, values)
     if not clean:
         values = silenced(values, mask.any(axis=(1, 2)))
     return _attend(products, queries, keys, values, mask, scale)
@@ -65,7 +64,51 @@ def masked_attention(
 def _attend(
     products: Products, queries: mx.array, keys: Plane, values: Plane, mask: mx.array | None, scale: float
 ) -> Attended:
-    """Without a mask all is seen, but for the causal order of the queries, whose the last N columns are."""
+    """Without a mask all is seen, but for the causal order of the queries, whose the last N columns are.
+
+    Row by row, and some queries at a time, where all scores together were too many.
+    """
+    rows, heads, count, _ = queries.shape
+    stored = keys.shape[2]
+    if not stored:
+        return _nothing(queries, values)
+    if rows * heads * count * stored <= SCORES_MAX[products] or (rows == 1 and count <= QUERIES_MIN):
+        return _attend_at_once(products, queries, keys, values, mask, scale)
+    parts: list[Attended] = []
+    if rows > 1:
+        for row in range(rows):
+            own = None if mask is None else mask[row % mask.shape[0]][None]
+            asked = _after(parts, queries[row : row + 1])
+            parts.append(_attend(products, asked, _row(keys, row), _row(values, row), own, scale))
+        return _concatenated(parts, axis=0)
+    at_once = max(QUERIES_MIN, SCORES_MAX[products] // (heads * stored))
+    for first in range(0, count, at_once):
+        stop = min(first + at_once, count)
+        own = None if mask is None else mask[:, :, first:stop]
+        seen = stored if mask is not None else max(0, stored - count + stop)
+        asked = _after(parts, queries[:, :, first:stop])
+        shown = columns(keys, 0, seen), columns(values, 0, seen)
+        parts.append(_attend(products, asked, *shown, own, scale))
+    return _concatenated(parts, axis=2)
+
+
+def _after(parts: list[Attended], queries: mx.array) -> mx.array:
+    """One part after the other: mlx would hold the scores of several."""
+    return mx.depends([queries], [parts[-1].output])[0] if parts else queries
+
+
+def _concatenated(parts: list[Attended], axis: int) -> Attended:
+    outputs, lse = ([part[i] for part in parts] for i in range(2))
+    return Attended(mx.concatenate(outputs, axis=axis), mx.concatenate(lse, axis=axis))
+
+
+def _row(plane: Plane, row: int) -> Plane:
+    return like(plane, [part[row : row + 1] for part in arrays(plane)])
+
+
+def _attend_at_once(
+    products: Products, queries: mx.array, keys: Plane, values: Plane, mask: mx.array | None, scale: float
+) -> Attended:
     rows, heads, count, width = queries.shape
     kv_heads, stored = keys.shape[1], keys.shape[2]
     # [B, Hkv, H / Hkv x N, D]; weights are powers of two, see `decode_attention`.

@@ -6,11 +6,12 @@ import mlx.core as mx
 import pytest
 
 from stateroom.kernels import check
+from stateroom.kernels.check_cases import Case
 from stateroom.kernels.join_segments.reference import Attended
 from stateroom.kernels.packed_attention import fused
 from stateroom.kernels.spans import Spans
 
-SMALL = check.Case(4, 2, 64, mx.float32, None, Spans.of([2, 5], [11, 5]), 13, 3)
+SMALL = Case(4, 2, 64, mx.float32, None, Spans.of([2, 5], [11, 5]), 13, 3)
 
 
 def attended(output: list[list[float]], lse: list[float]) -> Attended:
@@ -30,6 +31,7 @@ def test_differences() -> None:
 
 def test_all_is_right_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "right_cases", lambda: iter([SMALL]))
+    monkeypatch.setattr(check, "set_cases", lambda: iter([(SMALL, False), (SMALL, True)]))
     monkeypatch.setattr(check, "speed_cases", lambda tokens, dtype: iter([SMALL]))
     lines: list[str] = []
     assert check.main([], lines.append) == 0
@@ -41,6 +43,7 @@ def test_all_is_right_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_kernel_is_named_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "right_cases", lambda: iter([SMALL]))
+    monkeypatch.setattr(check, "set_cases", lambda: iter([(SMALL, False), (SMALL, True)]))
     monkeypatch.setattr(check, "emulated_forms", lambda: ["host"])
     real = fused.packed_attention
 
@@ -51,5 +54,5 @@ def test_a_wrong_kernel_is_named_and_not_timed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(fused, "packed_attention", off)
     lines: list[str] = []
     assert check.main([], lines.append) == 1
-    assert [line for line in lines if line.startswith("WRONG  host    packed_attention 2 x 11 tokens")]
+    assert [line for line in lines if line.startswith("WRONG  host       packed_attention 2 x 11 tokens")]
     assert not [line for line in lines if "GB/s" in line]

@@ -20,12 +20,16 @@ needs_gxx = pytest.mark.skipif(not host.compiler(), reason="no g++")
 def test_every_form_reads_the_same(name: str) -> None:
     case = drawn(SHAPES[name], mx.float32)
     given = (case.queries, case.keys, case.values, case.spans, case.scale, case.shape.window)
-    forms: list[Form] = ["folded", "host"] if WITHOUT_GPU else ["folded", "host", "fused"]
+    forms: list[Form] = ["folded", "quantised", "host"]
+    if not WITHOUT_GPU:
+        forms.append("fused")
     read = []
     for form in forms:
         where = mx.gpu if form == "fused" else mx.cpu
         with dispatch.forced(form), mx.stream(where):
             read.append(dispatch.packed_attention(*given))
+    with dispatch.forced("host"), mx.stream(mx.cpu):
+        read.append(dispatch.window_attention(*given))
     for other in read[1:]:
         np.testing.assert_allclose(np.array(other.output), np.array(read[0].output), atol=4e-6)
         np.testing.assert_allclose(np.array(other.lse), np.array(read[0].lse), atol=4e-6)
@@ -56,6 +60,29 @@ def test_widths_without_a_kernel_take_the_products() -> None:
     with dispatch.forced("fused"):
         got = dispatch.packed_attention(queries, plane, plane, Spans.of([1], [4]), 0.1)
     np.testing.assert_allclose(np.array(got.output), 1.0, atol=1e-6)
+
+
+def test_spans_of_other_planes_are_refused() -> None:
+    """A kernel would read past the end."""
+    queries, plane = mx.ones((2, 2, 1, 64)), mx.ones((2, 1, 5, 64))
+    for read in (dispatch.packed_attention, dispatch.window_attention, dispatch.span_attention):
+        for spans in (Spans.of([0], [5]), Spans.of([0, 1], [5, 6])):
+            with pytest.raises(ValueError, match="in 2 rows of 5 columns"):
+                read(queries, plane, plane, spans, 0.1)
+
+
+def test_clean_values_are_not_silenced() -> None:
+    """It is the caller's word: zeros outside the spans give the same, to the bit."""
+    case = drawn(SHAPES["ragged"], mx.float32)
+    assert isinstance(case.values, mx.array)
+    values = mx.where(mx.isnan(case.values), 0.0, case.values)
+    given = (case.spans, case.scale)
+    with dispatch.forced("folded"), mx.stream(mx.cpu):
+        careful = dispatch.packed_attention(case.queries, case.keys, case.values, *given)
+        trusting = dispatch.packed_attention(case.queries, case.keys, values, *given, clean=True)
+        wrong = dispatch.packed_attention(case.queries, case.keys, case.values, *given, clean=True)
+    assert mx.array_equal(careful.output, trusting.output)
+    assert mx.isnan(wrong.output).any()
 
 
 @pytest.mark.skipif(not WITHOUT_GPU, reason="there is a GPU")

@@ -13,12 +13,13 @@ from tests.kernels.test_packed_attention import exact
 from stateroom.kernels import dispatch, host
 from stateroom.kernels.dispatch import Form
 from stateroom.kernels.join_segments.reference import Attended
-from stateroom.kernels.packed_attention import reference
+from stateroom.kernels.packed_attention import folded, reference
+from stateroom.kernels.packed_attention.folded import Products
 from stateroom.kernels.planes import Plane, arrays, like, quantised
 from stateroom.kernels.spans import Spans
 
 pytestmark = pytest.mark.usefixtures("computed_on_the_cpu")
-PRODUCTS: list[Form] = ["folded", "quantised"]
+PRODUCTS: list[Products] = ["folded", "quantised"]
 FORMS = [*PRODUCTS, pytest.param("host", marks=pytest.mark.skipif(not host.compiler(), reason="no g++"))]
 PACKINGS = [None, (4, 32), (8, 64)]
 HEADS, KV_HEADS, WIDTH, VALUE_WIDTH = 6, 2, 64, 128
@@ -98,6 +99,20 @@ def test_halves_under_a_mask(dtype: mx.Dtype, form: Form) -> None:
     with dispatch.forced(form):
         got = dispatch.masked_attention(queries, keys, values, mx.array(mask), 0.21)
     check(got, queries, keys, values, mask[:, 0], 0.21)
+
+
+@pytest.mark.parametrize("form", PRODUCTS)
+@pytest.mark.parametrize("rows_of_mask", [1, 3])
+def test_rows_and_queries_apart(form: Products, rows_of_mask: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(folded.SCORES_MAX, form, 20)
+    monkeypatch.setattr(folded, "QUERIES_MIN", 2)
+    random = np.random.default_rng(29)
+    mask = random.uniform(size=(rows_of_mask, 1, 5, 31)) < 0.4
+    queries = mx.array(random.normal(size=(3, HEADS, 5, WIDTH)).astype(np.float32))
+    keys, values = (drawn(random, 3, 31, width, (4, 64)) for width in (WIDTH, VALUE_WIDTH))
+    with dispatch.forced(form):
+        got = dispatch.masked_attention(queries, keys, values, mx.array(mask), 0.21)
+    check(got, queries, keys, values, np.broadcast_to(mask[:, 0], (3, 5, 31)), 0.21)
 
 
 @pytest.mark.parametrize("form", PRODUCTS)

@@ -193,6 +193,15 @@ def test_any_spans(form: str, shape: Shape, seed: int) -> None:
     check(form, drawn(shape, mx.float32, seed))
 
 
+@pytest.mark.parametrize("form", ["folded", "quantised"])
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "one row"])
+def test_rows_and_queries_apart(name: str, form: folded.Products, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is too much for one product is read row by row, and then two queries at a time."""
+    monkeypatch.setitem(folded.SCORES_MAX, form, 20)
+    monkeypatch.setattr(folded, "QUERIES_MIN", 2)
+    check(form, drawn(SHAPES[name], mx.float32))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_scores_far_apart_stay_exact(form: str) -> None:
     """A late score a hundred above the others takes all the weight, and a hundred below takes none."""
