@@ -127,3 +127,11 @@ def test_lengths_beyond_float16_show() -> None:
     assert not mx.any(mx.isfinite(codec.decode(codec.encode(2 * most)))).item()
     tiny = numbers(codec.decode(codec.encode(fields((1, 1, 5, 64), mx.float32) * 1e-24)))
     np.testing.assert_array_equal(tiny, 0)
+
+
+@pytest.mark.parametrize("fields_", [0.0, np.nan, np.inf])
+def test_vectors_without_a_direction_have_the_same_bytes_everywhere(fields_: float) -> None:
+    """Levels of 0, not of what a processor makes of NaN as an integer."""
+    words, rms = Turbo(3, 64, mx.float32).encode(mx.full((1, 1, 1, 64), fields_))
+    np.testing.assert_array_equal(bit_stream(np.array(words), 3), 3)
+    np.testing.assert_array_equal(numbers(rms), fields_)
