@@ -1,4 +1,4 @@
-"""One decode step over three caches in one process: ours, and two of mlx-lm's. Runs in the peer's process."""
+"""One decode step over several caches in one process, ours and two of mlx-lm's. In the peer's process."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import ConcatenateKVCache, KVCache
 
+from stateroom.caches.compiled import CompiledDecode
 from stateroom.caches.session import SessionCache
 from stateroom.daemon.engine.engine import Engine
 from stateroom.daemon.engine.model import LoadedModel
 
 Forward = Callable[[mx.array], mx.array]  # tokens [1, N] → logits [1, N, V]
-OURS, STEPPED, CONCATENATED = "ours", "KVCache", "ConcatenateKVCache"
+OURS, TRACED, STEPPED, CONCATENATED = "ours", "ours, traced", "KVCache", "ConcatenateKVCache"
 
 
 def measure(loaded: LoadedModel, prompt: int, steps: int, rounds: int) -> dict[str, Any]:
@@ -28,6 +29,7 @@ def measure(loaded: LoadedModel, prompt: int, steps: int, rounds: int) -> dict[s
     Engine(loaded, clock_ms=lambda: 0.0, emit=lambda _: None, report=lambda _: "")
     kinds: dict[str, Callable[[], Forward]] = {
         OURS: lambda: _ours(model),
+        TRACED: lambda: _traced(model),
         STEPPED: lambda: _peer(model, KVCache),
         CONCATENATED: lambda: _peer(model, ConcatenateKVCache),
     }
@@ -44,6 +46,15 @@ def measure(loaded: LoadedModel, prompt: int, steps: int, rounds: int) -> dict[s
 def _ours(model: Any) -> Forward:
     cache = SessionCache.create(model)
     return lambda tokens: cache.forward(model, tokens)
+
+
+def _traced(model: Any) -> Forward:
+    cache, compiled = SessionCache.create(model), CompiledDecode(model)
+
+    def forward(tokens: mx.array) -> mx.array:
+        return cache.forward(model, tokens) if tokens.shape[1] > 1 else compiled.step(cache, tokens)
+
+    return forward
 
 
 def _peer(model: Any, kind: type[Any]) -> Forward:

@@ -33,15 +33,16 @@ def attend(
     decoded; with any other, or with other keys, what was given is what is computed. `sinks` [H]: logits
     without a value.
     """
-    own = rows.forward.fetched.get(layer) is keys
     tokens = queries.shape[2]
-    if own and not rows.is_dense(layer) and (mask is not None or tokens == 1):
+    if not rows.is_dense(layer) and (mask is not None or tokens == 1) and rows.is_ours(layer, keys):
         columns = rows.spans(mask)
         if columns is not None:
             spans, window = columns
-            stored = rows.stored(layer)
-            codecs = rows.codecs[layer]
-            attended = read(queries, codecs[0], stored[0], codecs[1], stored[1], spans, scale, window)
+            (key_codec, value_codec), (key_planes, value_planes) = rows.codecs[layer], rows.stored(layer)
+            # A lone row has bytes behind its end only, which are cut off; a group has zeros.
+            attended = read(
+                queries, key_codec, key_planes, value_codec, value_planes, spans, scale, window, clean=True
+            )
             return (attended if sinks is None else with_sinks(attended, sinks)).output
     if tokens == 1 and sinks is None and not isinstance(mask, str) and _is_of_columns(mask):
         return decode_attention(queries, keys, values, scale, mask)

@@ -74,7 +74,7 @@ class DonorView:
 class PackedRows:
     """The planes of some layers for `rows` rows, and the one layout they share."""
 
-    __slots__ = ("_at", "_forward", "_right_pad", "_round", "codecs", "layout", "planes", "reach")
+    __slots__ = ("_at", "_forward", "_junk", "_right_pad", "_round", "codecs", "layout", "planes", "reach")
 
     def __init__(self, codecs: Sequence[LayerCodecs], rows: int = 1, reach: Reach = FULL) -> None:
         self.codecs = tuple(codecs)
@@ -86,6 +86,7 @@ class PackedRows:
         self._at = tuple(at)  # where each layer's keys begin, then its values
         self.planes: list[Plane] = [None] * at[-1]
         self._forward: Forward | None = None
+        self._junk = False  # a lone row may have bytes behind its end; it never reads there
         self._round: tuple[int, ...] | None = None  # offsets when a speculative round began
         self._right_pad: tuple[int, ...] | None = None  # of an open ragged prefill
 
@@ -156,6 +157,29 @@ class PackedRows:
         self.planes, self.layout = self._open().before
         self._forward = None
 
+    def make_room(self, n: int) -> None:
+        """What `begin(n)` would do to make room, done now: forgets, grows, and silences what trims left."""
+        self._refuse_inside_forward()
+        cut, capacity = self._room(n)
+        layout = self.layout.forget(cut) if cut else self.layout
+        if cut or capacity > self.capacity or layout.rows == 1:
+            planes: list[Plane] = []
+            for plane in self.planes:
+                moved = plane
+                if moved is not None and cut:
+                    moved = plane_of.forgetting(moved, self.layout, cut, self.reach.pinned)
+                if moved is not None:
+                    moved = plane_of.grown(moved[:, :, : layout.width] if self._junk else moved, capacity)
+                planes.append(moved)
+            self.planes, self.layout, self._junk = planes, layout, False
+
+    def advance(self, planes: Sequence[mx.array], n: int) -> None:
+        """Takes planes that `n` tokens of every row were written to, elsewhere."""
+        self._refuse_inside_forward()
+        held = iter(planes)
+        self.planes = [None if plane is None else next(held) for plane in self.planes]
+        self.layout = self.layout.append(n)
+
     @property
     def position(self) -> int | mx.array:
         """RoPE position of the next token: a number for a lone row, else int32 [B]."""
@@ -186,7 +210,7 @@ class PackedRows:
         return overlays[key]
 
     def spans(self, mask: Mask) -> tuple[Spans, int | None] | None:
-        """The columns that `mask` shows, counted from the first one read, and the window; None: not ours."""
+        """The columns that `mask`, one of `mask`'s, shows of whole planes, and the window; None: not ours."""
         forward = self._open()
         if isinstance(mask, mx.array):
             reach = next((key[1] for key, own in forward.masks.items() if own is mask), None)
@@ -196,26 +220,26 @@ class PackedRows:
         else:  # everything that is read
             reach, window = None, None
         if reach not in forward.spans:
-            layout, first = forward.layout, forward.first
-            pads = layout.left_pad if reach is not None else (first,) * layout.rows
-            starts = [max(pad - first, 0) for pad in pads]
-            forward.spans[reach] = Spans.of(starts, [end + forward.tokens - first for end in layout.ends])
+            layout = forward.layout
+            starts = layout.left_pad if reach is not None else (forward.first,) * layout.rows
+            forward.spans[reach] = Spans.of(starts, [end + forward.tokens for end in layout.ends])
         return forward.spans[reach], window
 
     def stored(self, layer: int) -> tuple[Sequence[mx.array], Sequence[mx.array]]:
-        """The planes of a layer's keys and of its values, cut to the columns that are read."""
+        """The planes of a layer's keys and of its values, whole."""
         start, middle, end = self._at[2 * layer : 2 * layer + 3]
-        first, width = self._read_columns(start)
-        cut = []
-        for plane in self.planes[start:end]:
-            if plane is None:
-                raise ValueError("this layer holds nothing yet")
-            cut.append(plane[:, :, first:width])
-        return cut[: middle - start], cut[middle - start :]
+        planes = [plane for plane in self.planes[start:end] if plane is not None]
+        if not planes:
+            raise ValueError("this layer holds nothing yet")
+        return planes[: middle - start], planes[middle - start :]
 
     def live(self, layer: int) -> tuple[mx.array, mx.array]:
         """Keys and values of the columns in use, what the open forward has written to this layer included."""
-        keys, values = self.stored(layer)
+        first, width = self._read_columns(self._at[2 * layer])
+        return self._decoded(layer, first, width)
+
+    def _decoded(self, layer: int, first: int, width: int) -> tuple[mx.array, mx.array]:
+        keys, values = ([plane[:, :, first:width] for plane in planes] for planes in self.stored(layer))
         key_codec, value_codec = self.codecs[layer]
         return key_codec.decode(keys), value_codec.decode(values)
 
@@ -231,6 +255,10 @@ class PackedRows:
         """The token of a lone row in the first column that is read."""
         layout, first = self._view()
         return layout.forgotten[0] + first
+
+    def is_ours(self, layer: int, keys: mx.array) -> bool:
+        """`keys` are what this forward gave the layer's model, untouched."""
+        return self._open().fetched.get(layer) is keys
 
     def is_dense(self, layer: int) -> bool:
         return self.codecs[layer] == DENSE
@@ -391,6 +419,7 @@ class PackedRows:
         start, end = layout.ends[row], self.layout.ends[row]
         if start < end and layout.rows > 1:
             self.planes = [None if p is None else plane_of.zeroed(p, row, start, end) for p in self.planes]
+        self._junk = layout.rows == 1
         self.layout = layout
 
     def copy(self) -> PackedRows:
@@ -404,7 +433,7 @@ class PackedRows:
         """The same rows, an open round and all, over the same arrays; who appends first pays for a copy."""
         self._refuse_inside_forward()
         made = self._with(list(self.planes), self.layout)
-        made._round, made._right_pad = self._round, self._right_pad
+        made._round, made._right_pad, made._junk = self._round, self._right_pad, self._junk
         return made
 
     def recoded(self, codecs: Sequence[LayerCodecs]) -> PackedRows:
@@ -440,6 +469,7 @@ class PackedRows:
         if len(planes) != len(self.planes) or len(shapes) > 1 or not fits or bool(held) != bool(layout.width):
             raise Mismatch(f"{len(planes)} planes of {sorted(shapes)} do not fit {layout}")
         padded = layout.rows > 1 or any(layout.left_pad)
+        self._junk = layout.rows == 1
         clean = [plane_of.only_live(p, layout) if padded and p is not None else p for p in planes]
         self._replace(clean, layout)
         self._round = self._right_pad = None
@@ -493,6 +523,7 @@ class PackedRows:
                 else mx.put_along_axis(plane_of.grown(p, spare), columns, mx.zeros((), dtype=p.dtype), axis=2)
                 for p in self.planes
             ]
+        self._junk = shorter.rows == 1
         self.layout = shorter
 
     # ------------------------------------------------------------ ragged prefill
@@ -550,12 +581,9 @@ class PackedRows:
         return self._everything(layer)
 
     def _everything(self, layer: int) -> tuple[mx.array, mx.array]:
-        start, middle, end = self._at[2 * layer : 2 * layer + 3]
-        held = [p[:, :, : self.layout.width] for p in self.planes[start:end] if p is not None]
-        if not held or not self.layout.width:
+        if not self.layout.width:
             raise ValueError("this layer holds nothing yet")
-        key_codec, value_codec = self.codecs[layer]
-        return key_codec.decode(held[: middle - start]), value_codec.decode(held[middle - start :])
+        return self._decoded(layer, 0, self.layout.width)
 
     # ------------------------------------------------------------ inside
 

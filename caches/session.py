@@ -160,6 +160,10 @@ class SessionCache:
         self._offsets = tuple(offset + tokens for offset in self._offsets)
         return logits
 
+    def advanced(self, tokens: int) -> None:
+        """Every store has taken so many tokens a row, outside of `forward`."""
+        self._offsets = tuple(offset + tokens for offset in self._offsets)
+
     def _position(self) -> int | mx.array:
         return self._offsets[0] if self.rows == 1 else mx.array(self._offsets, dtype=mx.int32)
 

@@ -18,17 +18,19 @@ def run(rig: Rig) -> list[Measurement]:
         steps = 10 if rig.quick else STEPS
         found = peer.ask("steps", prompt=PROMPT, steps=steps, rounds=rig.rounds(ROUNDS))
     made = []
-    for kind in (step.STEPPED, step.CONCATENATED):
-        ours, theirs = found[step.OURS], found[kind]
+    pairs = [(step.OURS, step.STEPPED), (step.OURS, step.CONCATENATED), (step.TRACED, step.OURS)]
+    for mine, kind in pairs:
+        ours, theirs = found[mine], found[kind]
+        traced = ", traced" if mine == step.TRACED else ""
         made.append(
             Measurement(
-                claim=f"decode step in process, {DEEP.name}",
+                claim=f"decode step in process{traced}, {DEEP.name}",
                 unit="ms",
                 ours=tuple(ours["ms"]),
                 peer=tuple(theirs["ms"]),
                 peer_name=kind,
                 lower_is_better=True,
-                least_ratio=1.0,
+                least_ratio=None if traced else 1.0,
                 tokens=compare([ours["tokens"]], [theirs["tokens"]], lambda *_: float("inf")),
             )
         )

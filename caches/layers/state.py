@@ -65,6 +65,22 @@ class StateRows:
         self._put_back(self._before)
         self._forward, self._before = None, []
 
+    def advance(self, arrays: Sequence[mx.array], n: int) -> None:
+        """Takes states that have seen `n` more tokens of every row, elsewhere."""
+        self._fill(arrays)
+        self.offset = tuple(offset + n for offset in self.offset)
+
+    def over(self, arrays: Sequence[mx.array]) -> StateRows:
+        """The same layers with other arrays."""
+        made = type(self)([len(layer.cache) for layer in self.layers], len(self.offset))
+        made._fill(arrays)
+        return made
+
+    def _fill(self, arrays: Sequence[mx.array]) -> None:
+        held = iter(arrays)
+        for layer in self.layers:
+            layer.cache[:] = [next(held) for _ in layer.cache]
+
     def _remembered(self) -> list[list[State]]:
         return [list(layer.cache) for layer in self.layers]
 
