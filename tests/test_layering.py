@@ -30,7 +30,7 @@ class Layer:
 LAYERS = (
     Layer(r"client/.*", r"client(\..*)?"),
     Layer(r"kernels/.*", r"kernels(\..*)?"),
-    Layer(r"caches/layout\.py", r"caches\.layout"),
+    Layer(r"caches/(layout|reach)\.py", r"caches\.(layout|reach)"),
     Layer(r"caches/.*", r"(caches|kernels)(\..*)?"),
     Layer(
         r"daemon/engine/.*",
@@ -47,7 +47,7 @@ LAYERS = (
 )
 
 MLX = re.compile(r"mlx|mlx_lm|mlx_metal")
-MAY_IMPORT_MLX = re.compile(r"kernels/.*|caches/(?!layout\.py).*|daemon/engine/.*")
+MAY_IMPORT_MLX = re.compile(r"kernels/.*|caches/(?!(layout|reach)\.py).*|daemon/engine/.*")
 MAY_IMPORT_ZMQ = re.compile(
     r"client/(blocking|asynchronous)\.py|daemon/(broker|serve|sockets|supervisor)\.py|daemon/engine/worker\.py"
 )
