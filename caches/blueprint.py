@@ -153,16 +153,17 @@ class Blueprint:
         """The list that the model takes as its cache: views of the stores."""
         packed = {store.reach: store for store in stores if isinstance(store, PackedRows)}
         states = next((store for store in stores if isinstance(store, StateRows)), None)
+        return [_view(slot, packed, states) for slot in self.slots]
 
-        def view(slot: Slot) -> Any:
-            if isinstance(slot, Attention):
-                return AttentionLayer(packed[slot.reach], slot.index)
-            if isinstance(slot, StateArrays):
-                assert states is not None
-                return states.layers[slot.index]
-            return CacheList(*map(view, slot.parts))
 
-        return [view(slot) for slot in self.slots]
+def _view(slot: Slot, packed: dict[Reach, PackedRows], states: StateRows | None) -> Any:
+    # Not inside `layers`: a closure that calls itself is a cycle, and would keep old rows until it is found.
+    if isinstance(slot, Attention):
+        return AttentionLayer(packed[slot.reach], slot.index)
+    if isinstance(slot, StateArrays):
+        assert states is not None
+        return states.layers[slot.index]
+    return CacheList(*(_view(part, packed, states) for part in slot.parts))
 
 
 def _reach(cache: Any) -> Reach | None:

@@ -26,6 +26,7 @@ from stateroom.caches.errors import Mismatch
 from stateroom.caches.layout import CAPACITY_STEP, Layout, capacity_for
 from stateroom.caches.masks import Mask, boolean_mask, make_mask, narrowed
 from stateroom.caches.planes import Plane
+from stateroom.caches.ragged import Ragged
 from stateroom.caches.reach import FULL, Reach
 from stateroom.kernels.spans import Spans
 
@@ -74,7 +75,7 @@ class DonorView:
 class PackedRows:
     """The planes of some layers for `rows` rows, and the one layout they share."""
 
-    __slots__ = ("_at", "_forward", "_junk", "_right_pad", "_round", "codecs", "layout", "planes", "reach")
+    __slots__ = ("_at", "_forward", "_junk", "_ragged", "_round", "codecs", "layout", "planes", "reach")
 
     def __init__(self, codecs: Sequence[LayerCodecs], rows: int = 1, reach: Reach = FULL) -> None:
         self.codecs = tuple(codecs)
@@ -88,7 +89,7 @@ class PackedRows:
         self._forward: Forward | None = None
         self._junk = False  # a lone row may have bytes behind its end; it never reads there
         self._round: tuple[int, ...] | None = None  # offsets when a speculative round began
-        self._right_pad: tuple[int, ...] | None = None  # of an open ragged prefill
+        self._ragged: Ragged | None = None  # an open ragged prefill
 
     @classmethod
     def dense(cls, layers: int, rows: int = 1, reach: Reach = FULL) -> PackedRows:
@@ -301,7 +302,7 @@ class PackedRows:
         return cut, capacity_for(needed - cut + FORGET_MIN)
 
     def _unseen(self) -> int:
-        if self._right_pad is not None:
+        if self._ragged is not None:
             return 0
         lengths = [max(offset - TRIM_BACK, 0) for offset in self.layout.offset]
         if self._round is not None:
@@ -376,14 +377,14 @@ class PackedRows:
             planes = [None if p is None else mx.take(p[:, :, cut:], index, axis=0) for p in self.planes]
         kept = self._made(planes, layout)
         kept._round = None if self._round is None else tuple(self._round[i] for i in keep)
-        kept._right_pad = None if self._right_pad is None else tuple(self._right_pad[i] for i in keep)
+        kept._ragged = None if self._ragged is None else self._ragged.filter(keep)
         return kept
 
     def filter_rows(self, keep: Sequence[int]) -> None:
         """`filtered`, in place."""
         kept = self.filtered(keep)
         self.planes, self.layout = kept.planes, kept.layout
-        self._round, self._right_pad = kept._round, kept._right_pad
+        self._round, self._ragged = kept._round, kept._ragged
 
     def align_rows(self, left_pad: Sequence[int]) -> None:
         """Moves each row's live tokens so that they begin at its column of `left_pad`."""
@@ -433,7 +434,7 @@ class PackedRows:
         """The same rows, an open round and all, over the same arrays; who appends first pays for a copy."""
         self._refuse_inside_forward()
         made = self._with(list(self.planes), self.layout)
-        made._round, made._right_pad, made._junk = self._round, self._right_pad, self._junk
+        made._round, made._ragged, made._junk = self._round, self._ragged, self._junk
         return made
 
     def recoded(self, codecs: Sequence[LayerCodecs]) -> PackedRows:
@@ -472,7 +473,7 @@ class PackedRows:
         self._junk = layout.rows == 1
         clean = [plane_of.only_live(p, layout) if padded and p is not None else p for p in planes]
         self._replace(clean, layout)
-        self._round = self._right_pad = None
+        self._round = self._ragged = None
 
     # ------------------------------------------------------------ speculative rounds
 
@@ -531,48 +532,45 @@ class PackedRows:
     @property
     def right_pad(self) -> tuple[int, ...] | None:
         """The padding behind each row's prompt while a ragged prefill is open."""
-        return self._right_pad
+        return None if self._ragged is None else self._ragged.right_pad
 
     def prepare_prefill(self, lengths: Sequence[int]) -> None:
         """Opens a prefill of prompts of these lengths, each padded at its right to the longest."""
         self._refuse_unfinished()
-        self.restore_ends([max(lengths, default=0) - n for n in lengths])
+        self._ragged = Ragged.of(self.layout.offset, lengths)
 
     def restore_ends(self, right_pad: Sequence[int]) -> None:
         """Re-opens a ragged prefill, as `right_pad` told it, on rows that hold their padding already."""
-        if len(right_pad) != self.layout.rows or min(right_pad, default=0) < 0:
-            raise ValueError(f"right padding {list(right_pad)} for {self.layout.rows} rows")
-        self._right_pad = tuple(right_pad)
+        self._refuse_unfinished()
+        self._ragged = Ragged.fed(self.layout.offset, right_pad)
 
     def finalize_prefill(self) -> None:
         """Ends it: padding moves to the left, and only real tokens are live."""
         self._refuse_inside_forward()
-        if self._right_pad is None:
+        if self._ragged is None:
             raise RuntimeError("no ragged prefill is open")
-        short = [n for n, held in zip(self._right_pad, self.layout.held, strict=True) if n > held]
-        if short:
-            raise RuntimeError(f"rows are padded by {short}, more than they hold")
-        if any(self._right_pad):
-            layout = self.layout.with_offsets(_minus(self.layout.offset, self._right_pad))
-            pads = [p + n for p, n in zip(layout.left_pad, self._right_pad, strict=True)]
-            moved = layout.align(pads)
+        self._ragged.check_fed(self.layout.offset)
+        if any(self._ragged.right_pad):
+            layout = self.layout.with_offsets(self._ragged.ends)
+            ends = layout.ends
+            moved = layout.align([p + max(ends) - end for p, end in zip(layout.left_pad, ends, strict=True)])
             planes = [None if p is None else plane_of.aligned(p, layout, moved) for p in self.planes]
             self._replace(planes, moved)
-        self._right_pad = None
+        self._ragged = None
 
     def donor_view(self, layer: int) -> DonorView:
         """Keys and values of a layer in the order of time, also while a ragged prefill is open."""
         self._refuse_inside_forward()
         layout = self.layout
-        right = self._right_pad or (0,) * layout.rows
-        held = [max(n - pad, 0) for n, pad in zip(layout.held, right, strict=True)]
+        if self._ragged is not None:
+            layout = layout.with_offsets(self._ragged.real(layout.offset))
         keys, values = self._everything(layer)
         return DonorView(
             keys=keys,
             values=values,
-            offsets=tuple(max(n, 0) for n in _minus(layout.offset, right)),
+            offsets=layout.offset,
             starts=layout.left_pad,
-            ends=tuple(pad + n for pad, n in zip(layout.left_pad, held, strict=True)),
+            ends=layout.ends,
         )
 
     def temporal_view(self, layer: int) -> tuple[mx.array, mx.array]:
@@ -607,7 +605,7 @@ class PackedRows:
 
     def _refuse_unfinished(self) -> None:
         self._refuse_inside_forward()
-        if self._right_pad is not None:
+        if self._ragged is not None:
             raise RuntimeError("a ragged prefill is open: its padding would be taken for tokens")
 
     # ------------------------------------------------------------ sizes, from shapes alone

@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from stateroom.caches.errors import CannotTrim, Mismatch
+from stateroom.caches.ragged import Ragged
 
 State = mx.array | None  # None until the first forward
 
@@ -23,11 +24,17 @@ class StateLayer(ArraysCache):  # type: ignore[misc]  # models ask isinstance(ca
         super().__init__(len(arrays))
         self.cache = arrays
 
+    def advance(self, n: int) -> None:
+        """Nothing: `lengths` are counted when the forward is done, and then of all layers.
+
+        mlx-lm subtracts in place, from an array that others may hold too.
+        """
+
 
 class StateRows:
     """The states of some layers for `rows` rows, and how many tokens they have seen."""
 
-    __slots__ = ("_before", "_forward", "_right_pad", "_round", "layers", "offset")
+    __slots__ = ("_before", "_forward", "_ragged", "_round", "layers", "offset")
 
     def __init__(self, sizes: Sequence[int], rows: int = 1) -> None:
         self.layers = [StateLayer([None] * size) for size in sizes]
@@ -35,7 +42,7 @@ class StateRows:
         self._forward: int | None = None  # tokens of the open forward
         self._before: list[list[State]] = []
         self._round: tuple[tuple[int, ...], list[list[State]]] | None = None
-        self._right_pad: tuple[int, ...] | None = None
+        self._ragged: Ragged | None = None  # an open ragged prefill
 
     @property
     def signature(self) -> Hashable:
@@ -58,6 +65,7 @@ class StateRows:
             raise RuntimeError("no forward is open")
         self.offset = tuple(offset + self._forward for offset in self.offset)
         self._forward, self._before = None, []
+        self._tell_lengths()
 
     def rollback(self) -> None:
         if self._forward is None:
@@ -130,10 +138,8 @@ class StateRows:
                 tuple(self._round[0][i] for i in keep),
                 [kept(arrays) for arrays in self._round[1]],
             )
-        if self._right_pad is not None:
-            made._right_pad = tuple(self._right_pad[i] for i in keep)
-            for old, new in zip(self.layers, made.layers, strict=True):
-                new.lengths = None if old.lengths is None else mx.take(old.lengths, index)
+        made._ragged = None if self._ragged is None else self._ragged.filter(keep)
+        made._tell_lengths()
         return made
 
     def forget_unseen(self) -> None:
@@ -155,9 +161,8 @@ class StateRows:
             raise RuntimeError("rows can't be rearranged inside a forward")
         made = type(self)([len(layer.cache) for layer in self.layers], len(self.offset))
         made._put_back(self._remembered())
-        made.offset, made._round, made._right_pad = self.offset, self._round, self._right_pad
-        for old, new in zip(self.layers, made.layers, strict=True):
-            new.lengths = old.lengths
+        made.offset, made._round, made._ragged = self.offset, self._round, self._ragged
+        made._tell_lengths()
         return made
 
     @classmethod
@@ -177,56 +182,67 @@ class StateRows:
         self._round = (self.offset, self._remembered())
 
     def spec_round_commit(self) -> None:
+        self._round_open()
         self._round = None
 
     def can_keep(self, keep: Sequence[int]) -> bool:
         """`spec_round_rollback(keep)` would be exact: of each row all of the round stays, or nothing."""
-        if self._round is None:
-            raise RuntimeError("no speculative round is open")
-        before = self._round[0]
+        before = self._round_open()[0]
         return all(n in (0, now - then) for n, now, then in zip(keep, self.offset, before, strict=True))
 
     def spec_round_rollback(self, keep: Sequence[int]) -> None:
+        self._refuse_unfinished()
         if not self.can_keep(keep):
             raise CannotTrim("a recurrent state keeps all of a round or nothing")
-        assert self._round is not None
-        before, arrays = self._round
+        before, arrays = self._round_open()
         stays = mx.array([now - then == n for n, now, then in zip(keep, self.offset, before, strict=True)])
-        for layer, old in zip(self.layers, arrays, strict=True):
-            layer.cache[:] = [_chosen(stays, now, then) for now, then in zip(layer.cache, old, strict=True)]
+        self._put_back(
+            [
+                [_chosen(stays, now, then) for now, then in zip(layer.cache, old, strict=True)]
+                for layer, old in zip(self.layers, arrays, strict=True)
+            ]
+        )
         self.offset = tuple(then + n for then, n in zip(before, keep, strict=True))
         self._round = None
 
     @property
     def round_offsets(self) -> tuple[int, ...]:
+        return self._round_open()[0]
+
+    def _round_open(self) -> tuple[tuple[int, ...], list[list[State]]]:
         if self._round is None:
             raise RuntimeError("no speculative round is open")
-        return self._round[0]
+        return self._round
 
     @property
     def right_pad(self) -> tuple[int, ...] | None:
-        return self._right_pad
+        return None if self._ragged is None else self._ragged.right_pad
 
     def prepare_prefill(self, lengths: Sequence[int]) -> None:
         """Opens a ragged prefill: of what is fed, only the first `lengths[row]` tokens are real."""
         self._refuse_unfinished()
-        longest = max(lengths)
-        self._right_pad = tuple(longest - n for n in lengths)
-        for layer in self.layers:
-            layer.prepare(lengths=list(lengths))
+        self._ragged = Ragged.of(self.offset, lengths)
+        self._tell_lengths()
 
     def finalize_prefill(self) -> None:
-        if self._right_pad is None:
+        if self._ragged is None:
             raise RuntimeError("no ragged prefill is open")
-        self.offset = tuple(o - pad for o, pad in zip(self.offset, self._right_pad, strict=True))
-        self._right_pad = None
+        self._ragged.check_fed(self.offset)
+        self.offset, self._ragged = self._ragged.ends, None
+        self._tell_lengths()
+
+    def _tell_lengths(self) -> None:
+        """What models read of a ragged prefill: how many of the tokens to come are real, in each row."""
+        left = None
+        if self._ragged is not None:
+            left = mx.array([end - at for end, at in zip(self._ragged.ends, self.offset, strict=True)])
         for layer in self.layers:
-            layer.finalize()
+            layer.lengths = left
 
     def _refuse_unfinished(self) -> None:
         if self._forward is not None:
             raise RuntimeError("rows can't be rearranged inside a forward")
-        if self._right_pad is not None:
+        if self._ragged is not None:
             raise RuntimeError("a ragged prefill is open")
 
     # ------------------------------------------------------------ sizes, from shapes alone
