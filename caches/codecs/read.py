@@ -29,7 +29,8 @@ def read(
     up to itself, or the last `window` of them.
 
     queries [B, H, N, D]; planes of S columns, whole; of row i the columns [start, end) of `spans` hold
-    tokens, the others may hold anything, or what is finite if `clean`. The output [B, H, N, Dv] has the dtype of the queries.
+    tokens, the others may hold anything, or, if `clean`, what is finite. The output [B, H, N, Dv] has the
+    dtype of the queries.
 
     Turned keys meet turned queries, and the mean of turned values is turned back: once a query, not once a
     stored token.
