@@ -34,8 +34,8 @@ PLAIN: Config = {
     "tie_word_embeddings": False,
 }
 
-# 4 heads of 32, for models whose head width is their width divided by their heads.
-SPLIT: Config = {"hidden_size": 128, "head_dim": None}
+# 2 heads of 64 on one, for models whose head width is their width divided by their heads.
+SPLIT: Config = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": None}
 
 WINDOWED: Config = {
     "sliding_window": WINDOW,
@@ -63,14 +63,14 @@ EXPERTS: Config = {
     "norm_topk_prob": True,
 }
 
-# Multi-head latent attention: what is stored is the latent (64) and the rotary part (32) of one head.
+# Multi-head latent attention: what is stored is the latent (64) and the rotary part (64) of one head.
 LATENT: Config = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 64,
     "q_lora_rank": 28,
-    "qk_rope_head_dim": 32,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 20,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 96,
 }
 
 GATED_DELTA: Config = {

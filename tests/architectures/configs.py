@@ -20,7 +20,7 @@ from tests.architectures.windowed import WINDOWED_MODELS
 
 from stateroom.caches.attention import install
 
-__all__ = ["CHUNKS_DIFFER", "CONFIGS", "NAMES", "NOT_BUILT", "VOCAB", "WINDOW", "config", "make"]
+__all__ = ["CONFIGS", "NAMES", "NOT_BUILT", "VOCAB", "WINDOW", "WRONG_IN_MLX_LM", "config", "make"]
 
 CONFIGS: dict[str, Config] = PLAIN_MODELS | WINDOWED_MODELS | RECURRENT_MODELS
 NAMES: list[str] = sorted(CONFIGS)
@@ -30,13 +30,12 @@ NOT_BUILT: dict[str, str] = {
     "bitnet": "its kernels exist for Metal only",
     "muse_spark": "its kernels exist for Metal only",
     "olmo": "its module needs the package ai2-olmo",
-    "phi3small": "wrong in mlx-lm: it adds its boolean mask to the scores, so that a chunk sees what follows",
     "prism_hadamard_qwen35": "its weights come packed, with a manifest",
 }
 
-# Models whose chunks and single steps differ with mlx-lm's own caches: no cache can make them equal.
-CHUNKS_DIFFER: dict[str, str] = {
-    "plamo3": "its mask is a token wider than its window caches: chunks read one token more than steps",
+# Models that mlx-lm itself gets wrong, so that there is no right answer to hold them to.
+WRONG_IN_MLX_LM: dict[str, str] = {
+    "phi3small": "adds its boolean mask to the scores, so that a chunk sees the tokens behind it",
 }
 
 
@@ -54,6 +53,8 @@ def make(name: str) -> Any:
     settings = config(name)
     model_class, arguments = utils._get_classes(settings)
     model = model_class(arguments.from_dict(settings))
+    if name == "phi3small":  # it hides 14 tokens of the real vocabulary, which would be written out of bounds
+        model._dummy_tokenizer_ids = mx.array([], dtype=mx.int32)
     model.update(tree_map_with_path(_weight, model.parameters()))
     model.eval()
     mx.eval(model.parameters())

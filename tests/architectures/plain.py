@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.architectures.bases import EXPERTS, LATENT, SCALED_QUERIES, SPLIT, VOCAB, Config
 
-GPT: Config = {"n_embd": 128, "n_head": 4, "n_layer": 3, "n_inner": 56, "n_positions": 128, "n_ctx": 128}
+GPT: Config = {"n_embd": 128, "n_head": 2, "n_layer": 3, "n_inner": 56, "n_positions": 128, "n_ctx": 128}
 MULTIPLIERS: Config = {
     "logits_scaling": 1.0,
     "attention_multiplier": 0.125,
@@ -20,8 +20,8 @@ PLAIN_MODELS: dict[str, Config] = {
     "dbrx": {
         "d_model": 128,
         "n_layers": 3,
-        "n_heads": 4,
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+        "n_heads": 2,
+        "attn_config": {"kv_n_heads": 1, "clip_qkv": 8, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 56, "moe_num_experts": 5, "moe_top_k": 2},
     },
     "deepseek": SPLIT | EXPERTS,
@@ -36,11 +36,11 @@ PLAIN_MODELS: dict[str, Config] = {
     "glm4_moe": EXPERTS | {"rope_scaling": None, "use_qk_norm": True},
     "gpt2": GPT,
     "gpt_bigcode": GPT,
-    "gpt_neox": SPLIT | {"rotary_emb_base": 10000, "rotary_pct": 0.5, "num_key_value_heads": 4},
+    "gpt_neox": SPLIT | {"rotary_emb_base": 10000, "rotary_pct": 0.5, "num_key_value_heads": 2},
     "gptj": GPT | {"rotary_dim": 16},
     "granite": SPLIT | MULTIPLIERS,
     "granitemoe": SPLIT | EXPERTS | MULTIPLIERS,
-    "helium": {},
+    "helium": SPLIT,
     "hunyuan": SPLIT
     | EXPERTS
     | {
@@ -56,7 +56,7 @@ PLAIN_MODELS: dict[str, Config] = {
     "hunyuan_v1_dense": {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}},
     "internlm2": SPLIT,
     "internlm3": SPLIT,
-    "lille-130m": GPT | {"block_size": 128, "n_kv_heads": 2},
+    "lille-130m": GPT | {"block_size": 128, "n_kv_heads": 1},
     "llama": {},
     "llama4_text": EXPERTS | {"intermediate_size_mlp": 56, "no_rope_layers": [1, 1, 0], "use_qk_norm": True},
     "mimo": SPLIT,
@@ -79,11 +79,19 @@ PLAIN_MODELS: dict[str, Config] = {
     },
     "phi": SPLIT,
     "phi3": SPLIT,
+    "phi3small": SPLIT
+    | {
+        "dense_attention_every_n_layers": 2,
+        "ff_intermediate_size": 56,
+        "gegelu_limit": 20.0,
+        "mup_embedding_multiplier": 1.0,
+        "mup_width_multiplier": 1.0,
+    },
     "phimoe": SPLIT | EXPERTS,
-    "phixtral": {"num_vocab": VOCAB, "model_dim": 128, "num_heads": 4, "num_layers": 3, "rotary_dim": 16},
+    "phixtral": {"num_vocab": VOCAB, "model_dim": 128, "num_heads": 2, "num_layers": 3, "rotary_dim": 16},
     "pixtral": {"text_config": {"model_type": "llama"}},
     "plamo": SPLIT | {"n_shared_head": 2},
-    "qwen": SPLIT | {"kv_channels": 32, "num_key_value_heads": 4, "intermediate_size": 112},
+    "qwen": SPLIT | {"kv_channels": 64, "num_key_value_heads": 2, "intermediate_size": 112},
     "qwen2": SPLIT,
     "qwen2_moe": SPLIT | EXPERTS,
     "qwen2_vl": {"text_config": SPLIT | {"model_type": "qwen2"}},
@@ -105,8 +113,8 @@ PLAIN_MODELS: dict[str, Config] = {
         "hidden_dim": 128,
         "num_layers": 4,
         "num_kv_reuse_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
+        "num_heads": 2,
+        "num_kv_heads": 1,
         "hidden_dim_scale_factor": 0.5,
     },
     # The second layer has no attention.
@@ -115,7 +123,7 @@ PLAIN_MODELS: dict[str, Config] = {
         "block_configs": [
             {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.5}},
             {"attention": {"no_op": True}, "ffn": {"ffn_mult": 1.0}},
-            {"attention": {"n_heads_in_group": 4}, "ffn": {"no_op": True}},
+            {"attention": {"n_heads_in_group": 1}, "ffn": {"no_op": True}},
         ]
     },
     # Latent attention.
@@ -126,12 +134,13 @@ PLAIN_MODELS: dict[str, Config] = {
     "glm4_moe_lite": LATENT | EXPERTS,
     "kimi_k25": {"text_config": LATENT | EXPERTS},
     "kimi_vl": {"text_config": LATENT | EXPERTS},
-    "minicpm3": LATENT
+    "minicpm3": SPLIT
+    | LATENT
     | {
         "dim_model_base": 40,
         "scale_depth": 1.4,
         "scale_emb": 1.0,
-        "rope_scaling": {"short_factor": [1.0] * 16, "long_factor": [1.5] * 16},
+        "rope_scaling": {"short_factor": [1.0] * 32, "long_factor": [1.5] * 32},
     },
     "mistral4": LATENT | EXPERTS | SCALED_QUERIES | {"head_dim": None},
     "youtu_llm": LATENT,

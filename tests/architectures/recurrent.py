@@ -37,10 +37,10 @@ RECURRENT_MODELS: dict[str, Config] = {
         "sliding_window": WINDOW,
         "sliding_window_layers": [0, 2],
         "conv_window": 2,
-        "num_swa_attention_heads": 4,
-        "num_swa_key_value_heads": 1,
+        "num_swa_attention_heads": 2,
+        "num_swa_key_value_heads": 2,
     },
-    "bailing_hybrid": LIGHTNING | LATENT | {"head_dim": 32, "num_hidden_layers": 4},
+    "bailing_hybrid": LIGHTNING | LATENT | {"head_dim": 64, "num_hidden_layers": 4},
     "bailing_moe_linear": LIGHTNING | {"num_hidden_layers": 4, "partial_rotary_factor": 0.5},
     "bailing_moe_v3": EXPERTS
     | LATENT

@@ -6,20 +6,21 @@ a whole walk; a failure names it and the operations so far.
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.architectures.configs import CHUNKS_DIFFER, NAMES
+from tests.architectures.configs import NAMES, WRONG_IN_MLX_LM
 from tests.architectures.law import RELATIVE, Rows, model_of, random_tokens
 
 from stateroom.caches.errors import CannotTrim, Mismatch, UnknownKind
 from stateroom.caches.probe import rows_agree
 from stateroom.caches.session import SessionCache
 
-SEED = 7
 LENGTH_MAX = 40
-GROUPS_MAX = 3
+LONG = 130  # windows forget for the first time
+GROUPS_MAX = 4
 ROWS_MAX = 4
 
 
@@ -34,7 +35,10 @@ class Walk:
         self.plain = kinds == {"full"}
         self.stateful = not kinds.isdisjoint(("state", "composite"))
         self.batches = rows_agree(model)
-        self.groups = [Rows.start(model, random_tokens(self.random, n)) for n in (5, 17, 1)]
+        lengths = (5, 17, 1) if self.plain else (5, 17, LONG)
+        self.groups = [Rows.start(model, random_tokens(self.random, n)) for n in lengths]
+        if self.batches:
+            self.groups.append(Rows.merge(self.groups[:2]))
 
     def pick(self, n: int) -> int:
         return int(self.random.integers(n))
@@ -44,7 +48,8 @@ class Walk:
 
     def feed(self, rows: Rows, n: int) -> None:
         self.log.append(f"feed {n} to {list(map(len, rows.tokens))}")
-        assert rows.feed([random_tokens(self.random, n) for _ in rows.tokens]) <= RELATIVE
+        off = rows.feed([random_tokens(self.random, n) for _ in rows.tokens])
+        assert off <= RELATIVE
 
     # ------------------------------------------------------------ operations
 
@@ -66,7 +71,7 @@ class Walk:
         with pytest.raises(CannotTrim):
             rows.cache.trim(row, held - floor + 1)
         rows.trim(row, n)
-        assert rows.cache.offsets == tuple(map(len, rows.tokens))
+        rows.check_offsets()
 
     def fork(self) -> None:
         rows = self.group()
@@ -107,7 +112,62 @@ class Walk:
         self.log.append("start")
         self.groups.append(Rows.start(self.model))
 
+    def round(self) -> None:
+        """A speculative round, of which each row keeps its own number of tokens."""
+        rows = self.group()
+        before = [len(tokens) for tokens in rows.tokens]
+        rows.cache.spec_round_begin()
+        for n in (1 + self.pick(4), 1)[: 1 + self.pick(2)]:
+            self.feed(rows, n)
+        fed = len(rows.tokens[0]) - before[0]
+        if rows.cache.speculative:
+            keep = [self.pick(fed + 1) for _ in before]
+        else:
+            keep = [fed * self.pick(2) for _ in before]
+            if fed > 1:
+                with pytest.raises(CannotTrim):
+                    rows.cache.spec_round_rollback([1, *keep[1:]])
+        self.log.append(f"keep {keep} of the round of {fed}")
+        rows.cache.spec_round_rollback(keep)
+        for row, n in enumerate(keep):
+            del rows.tokens[row][before[row] + n :]
+        rows.check_offsets()
+
+    def restore(self) -> None:
+        """Back to a checkpoint, and not forward to a later one."""
+        rows = self.group()
+        if len(rows.tokens) > 1 or not rows.tokens[0]:
+            return
+        checkpoint, held = rows.cache.checkpoint(0), len(rows.tokens[0])
+        assert (checkpoint is None) == (not rows.cache.checkpointed)
+        if checkpoint is None:
+            return
+        self.feed(rows, 1 + self.pick(11))
+        later = rows.cache.checkpoint(0)
+        assert later is not None
+        self.log.append(f"back to the checkpoint at {held}")
+        rows.cache.restore(checkpoint)
+        del rows.tokens[0][held:]
+        rows.check_offsets()
+        with pytest.raises(CannotTrim):
+            rows.cache.restore(later)
+
+    def ragged(self) -> None:
+        """Prompts of different lengths in one forward."""
+        rows = self.group()
+        lengths = [1 + self.pick(9) for _ in rows.tokens]
+        self.log.append(f"ragged {lengths} to {list(map(len, rows.tokens))}")
+        try:
+            off = rows.feed_ragged([random_tokens(self.random, n) for n in lengths])
+            assert off <= RELATIVE
+        except Mismatch:  # a model that would take padding into its states
+            assert self.stateful
+        self.feed(rows, 1)
+
     # ------------------------------------------------------------ the walk
+
+    def short_enough(self, rows: Rows) -> bool:
+        return all(len(row) <= LENGTH_MAX or LONG <= len(row) <= LONG + LENGTH_MAX for row in rows.tokens)
 
     def take(self, steps: int) -> None:
         operations = [
@@ -119,25 +179,41 @@ class Walk:
             self.filter,
             self.fork,
             self.start,
+            self.round,
+            self.restore,
+            self.ragged,
         ]
         for _ in range(steps):
             operations[self.pick(len(operations))]()
-            self.groups = [g for g in self.groups if max(map(len, g.tokens)) <= LENGTH_MAX][-GROUPS_MAX:]
+            self.groups = [g for g in self.groups if self.short_enough(g)][-GROUPS_MAX:]
             while len(self.groups) < 2:
                 self.groups.append(Rows.start(self.model, random_tokens(self.random, 1 + self.pick(20))))
         for rows in self.groups:
             self.feed(rows, 1)
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - set(CHUNKS_DIFFER) - {"deepseek_v41"}))
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in {"deepseek_v41", *WRONG_IN_MLX_LM}])
 def test_random_operations_keep_the_law(name: str) -> None:
     model = model_of(name)
-    walk = Walk(model, SEED)
+    seed = zlib.crc32(name.encode())
+    walk = Walk(model, seed)
     try:
         walk.take(30 if walk.plain else 60)
     except BaseException as error:
-        error.add_note(f"{name}, seed {SEED}: " + "; ".join(walk.log))
+        error.add_note(f"seed {seed}: " + "; ".join(walk.log))
         raise
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next", "falcon_h1"])
+def test_a_round_from_nothing_is_kept_by_one_row_and_not_by_another(name: str) -> None:
+    model = model_of(name)
+    rows = Rows.merge([Rows.start(model), Rows.start(model)])
+    rows.cache.spec_round_begin()
+    rows.grow([[1, 2], [3, 4]])
+    rows.cache.spec_round_rollback([2, 0])
+    rows.tokens[1] = []
+    rows.check_offsets()
+    assert rows.feed([[5], [6]]) <= RELATIVE
 
 
 def test_an_unknown_kind_is_refused_by_name() -> None:

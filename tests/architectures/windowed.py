@@ -32,7 +32,7 @@ GEMMA4: Config = {
 
 WINDOWED_MODELS: dict[str, Config] = {
     "afmoe": WINDOWED | EXPERTS | {"num_dense_layers": 1},
-    "cohere2": SPLIT | PATTERN | {"head_dim": 32, "logit_scale": 1.0},
+    "cohere2": SPLIT | PATTERN | {"head_dim": 64, "logit_scale": 1.0},
     # Its own cache class: windows, and latents of closed groups of tokens.
     "deepseek_v41": {
         "sliding_window": WINDOW,
@@ -102,8 +102,8 @@ WINDOWED_MODELS: dict[str, Config] = {
         "swa_rope_theta": 20000.0,
         "swa_num_attention_heads": 6,
         "swa_num_key_value_heads": 3,
-        "v_head_dim": 32,
-        "swa_head_dim": 96,
+        "v_head_dim": 64,
+        "swa_head_dim": 128,
         "swa_v_head_dim": 64,
     },
     "ministral3": WINDOWED | SCALED_QUERIES,
