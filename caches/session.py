@@ -180,6 +180,11 @@ class SessionCache:
             return 2**62
         return max(self.blueprint.scheme.quantise_after - max(self._offsets, default=0), 0)
 
+    @property
+    def quantised(self) -> bool:
+        """The rows are stored by their scheme; until `quantise_after` they may not be."""
+        return self._dense is None
+
     def quantise(self) -> None:
         """Re-codes the rows to their scheme, now."""
         if self._dense is None:
@@ -286,11 +291,11 @@ class SessionCache:
         for parts in zip(*(source.stores for source in used), strict=True):
             kind = PackedRows if isinstance(parts[0], PackedRows) else StateRows
             stores.append(kind.merge_rows(parts))
-        return used[0]._like(stores, tuple(offset for source in used for offset in source._offsets))
+        return used[0].holding(stores, tuple(offset for source in used for offset in source._offsets))
 
     def extract_row(self, row: int) -> SessionCache:
         """A session of its own with what `row` holds, and nothing more."""
-        return self._like([store.extract_row(row) for store in self.stores], (self._offsets[row],))
+        return self.holding([store.extract_row(row) for store in self.stores], (self._offsets[row],))
 
     def filter_rows(self, keep: Sequence[int]) -> None:
         """Keeps the rows of `keep`, in its order. Keeping none is legal: such a group can be merged into."""
@@ -310,7 +315,8 @@ class SessionCache:
         """Drops what windows hold beyond what they show and can be trimmed by."""
         self._stage(lambda store: store.forget_unseen())
 
-    def _like(self, stores: Sequence[Store], offsets: tuple[int, ...]) -> SessionCache:
+    def holding(self, stores: Sequence[Store], offsets: tuple[int, ...]) -> SessionCache:
+        """A session of the same model and scheme with other content."""
         made = SessionCache(self._dense or self.blueprint, stores, offsets)
         made.blueprint, made._dense = self.blueprint, self._dense
         return made

@@ -84,6 +84,17 @@ class StateRows:
         made._fill(arrays)
         return made
 
+    def restored(self, arrays: Sequence[State], offset: tuple[int, ...]) -> StateRows:
+        """These layers with what another process had in them; `Mismatch` when it doesn't fit."""
+        sizes = [len(layer.cache) for layer in self.layers]
+        rows = {array.shape[0] for array in arrays if array is not None}
+        if len(arrays) != sum(sizes) or rows - {len(offset)} or (not any(offset) and rows):
+            raise Mismatch(
+                f"{len(arrays)} states of {sorted(rows)} rows do not fit {len(offset)} rows of {sizes}"
+            )
+        held = iter(arrays)
+        return self._made([[next(held) for _ in range(size)] for size in sizes], offset)
+
     def _fill(self, arrays: Sequence[mx.array]) -> None:
         held = iter(arrays)
         for layer in self.layers:
