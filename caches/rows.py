@@ -378,6 +378,7 @@ class PackedRows:
         kept = self._made(planes, layout)
         kept._round = None if self._round is None else tuple(self._round[i] for i in keep)
         kept._ragged = None if self._ragged is None else self._ragged.filter(keep)
+        kept._junk = self._junk
         return kept
 
     def filter_rows(self, keep: Sequence[int]) -> None:
@@ -418,10 +419,14 @@ class PackedRows:
         self._refuse_unfinished()
         layout = self.layout.trim(row, n, self.reach)
         start, end = layout.ends[row], self.layout.ends[row]
+        planes = self.planes
         if start < end and layout.rows > 1:
-            self.planes = [None if p is None else plane_of.zeroed(p, row, start, end) for p in self.planes]
-        self._junk = layout.rows == 1
-        self.layout = layout
+            planes = [None if p is None else plane_of.zeroed(p, row, start, end) for p in planes]
+        fitting = capacity_for(layout.width + 1)
+        if self.capacity > 2 * fitting:  # gives back what most likely would stay empty
+            cut = [None if p is None else mx.contiguous(p[:, :, :fitting]) for p in planes]
+            planes = self._made(cut, layout).planes
+        self.planes, self.layout, self._junk = planes, layout, layout.rows == 1
 
     def copy(self) -> PackedRows:
         """The same rows in arrays of their own; nothing beyond the columns in use is taken along."""
@@ -438,26 +443,19 @@ class PackedRows:
         return made
 
     def recoded(self, codecs: Sequence[LayerCodecs]) -> PackedRows:
-        """The same tokens, as other codecs store what these give back."""
+        """The same tokens, an open round and all, as other codecs store what these give back."""
         self._refuse_unfinished()
         made = PackedRows(codecs, self.layout.rows, self.reach)
-        made.layout = self.layout
+        made.layout, made._round = self.layout, self._round
         for layer, (keys, values) in enumerate(made.codecs):
-            start = self._at[2 * layer]
-            if self.layout.width and self.planes[start] is not None:
-                stored = [
-                    p[:, :, : self.layout.width]
-                    for p in self.planes[start : self._at[2 * layer + 2]]
-                    if p is not None
+            if self.layout.width and self.planes[self._at[2 * layer]] is not None:
+                held = self._everything(layer)
+                # Zeros, too, may be stored as something else.
+                new = [
+                    plane_of.only_live(p, made.layout)
+                    for p in (*keys.encode(held[0]), *values.encode(held[1]))
                 ]
-                split = self.codecs[layer][0].planes
-                dense = (
-                    self.codecs[layer][0].decode(stored[:split]),
-                    self.codecs[layer][1].decode(stored[split:]),
-                )
-                at = made._at[2 * layer]
-                new = [*keys.encode(dense[0]), *values.encode(dense[1])]
-                made.planes[at : at + len(new)] = [mx.contiguous(p) for p in new]
+                made.planes[made._at[2 * layer] : made._at[2 * layer + 2]] = new
                 mx.eval(new)  # layer by layer, so that no second copy of everything is alive
         return made
 

@@ -1,383 +1,364 @@
-"""Packed rows against rows kept one by one as numpy arrays, byte for byte."""
+"""Packed rows: what each operation promises and refuses; `test_surgery.py` tries their sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from tests.caches.content import (
+    AFFINE4,
+    AFFINE8,
+    DENSE,
+    HALF,
+    LAYERS,
+    TURBO,
+    Layer,
+    Twin,
+    array,
+    assert_zeros_outside,
+    bits,
+    decoded,
+    dtypes,
+    encoded,
+    feed,
+    live,
+    noise,
+    packed,
+    raw,
+)
 
 from stateroom.caches.errors import Mismatch
-from stateroom.caches.layers import FullLayer
+from stateroom.caches.layers.attention_layer import AttentionLayer
+from stateroom.caches.layout import CAPACITY_STEP, Layout
+from stateroom.caches.reach import FULL, Chunk, Reach, Window
 from stateroom.caches.rows import PackedRows
 
-# (heads, field width, dtype) of each plane: all different, some prime.
-PLANES = [(2, 5, mx.float32), (2, 3, mx.float16), (7, 1, mx.float32), (7, 11, mx.float32)]
-LAYERS = len(PLANES) // 2
-SPECIAL = [np.nan, -0.0, np.inf, 1e-30]  # bytes that arithmetic on the way would change
+REACHES = [FULL, Window(7), Window(11, 3)]
+WINDOWS = pytest.mark.parametrize("reach", REACHES, ids=str)
 
 
-def noise(rows: int, tokens: int, seed: int) -> list[mx.array]:
-    """New content for every plane, [B, Hkv, N, D]."""
-    random = np.random.default_rng(seed)
-    made = []
-    for heads, width, dtype in PLANES:
-        values = random.normal(size=(rows, heads, tokens, width)).astype(np.float32)
-        flat = values.reshape(-1)
-        flat[random.integers(0, flat.size, 3)] = random.choice(SPECIAL, 3)
-        made.append(mx.array(values).astype(dtype))
-    return made
-
-
-def feed(rows: PackedRows, content: list[mx.array]) -> None:
-    rows.begin(content[0].shape[2])
-    for layer in range(LAYERS):
-        rows.write(layer, content[2 * layer], content[2 * layer + 1])
-    rows.commit()
-
-
-def filled(lengths: list[int], seed: int = 0) -> PackedRows:
+def filled(lengths: list[int], reach: Reach = FULL, seed: int = 0) -> Twin:
     """A group of rows of these lengths."""
     alone = []
     for i, length in enumerate(lengths):
-        row = PackedRows(LAYERS)
+        twin = Twin.start(LAYERS, 1, reach)
+        twin.seed = 100 * seed + 10 * i
         if length:
-            feed(row, noise(1, length, seed + i))
-        alone.append(row)
-    return PackedRows.merge_rows(alone)
+            twin.append(length)
+        alone.append(twin)
+    rows = [row for twin in alone for row in twin.rows]
+    return Twin(LAYERS, PackedRows.merge_rows([twin.packed for twin in alone]), rows, seed=seed)
 
 
-def raw(array: mx.array) -> bytes:
-    return np.array(array).tobytes()
-
-
-def contents(rows: PackedRows) -> list[list[bytes]]:
-    """The live bytes of every row and plane, read through the layout alone."""
-    found = []
-    for row, (pad, end) in enumerate(zip(rows.layout.left_pad, rows.layout.ends, strict=True)):
-        found.append([b"" if p is None else raw(p[row, :, pad:end]) for p in rows.planes])
-    return found
-
-
-@dataclass
-class Twin:
-    """Packed rows, and what each of their rows must hold: per plane [Hkv, tokens, D]."""
-
-    packed: PackedRows
-    naive: list[list[np.ndarray]] = field(default_factory=list)
-
-
-def empty_row() -> list[np.ndarray]:
-    return [np.zeros((heads, 0, width), np.array(mx.zeros(1, dtype)).dtype) for heads, width, dtype in PLANES]
-
-
-class Surgery(RuleBasedStateMachine):
-    """Any sequence of operations; a row that shared memory with another would show in its bytes."""
-
-    twins = Bundle("twins")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: list[Twin] = []
-
-    def made(self, packed: PackedRows, naive: list[list[np.ndarray]]) -> Twin:
-        twin = Twin(packed, naive)
-        self.live.append(twin)
-        return twin
-
-    @initialize(target=twins, counts=st.lists(st.integers(1, 3), min_size=2, max_size=3))
-    def start(self, counts: list[int]) -> object:
-        return multiple(
-            *(self.made(PackedRows(LAYERS, rows), [empty_row() for _ in range(rows)]) for rows in counts)
-        )
-
-    @rule(twin=twins, tokens=st.sampled_from([1, 1, 2, 5, 300]), seed=st.integers(0, 2**31))
-    def append(self, twin: Twin, tokens: int, seed: int) -> None:
-        if not twin.naive:
-            return
-        content = noise(len(twin.naive), tokens, seed)
-        feed(twin.packed, content)
-        for i, row in enumerate(twin.naive):
-            twin.naive[i] = [
-                np.concatenate([old, np.array(new[i])], 1) for old, new in zip(row, content, strict=True)
-            ]
-
-    @rule(twin=twins, data=st.data())
-    def trim(self, twin: Twin, data: st.DataObject) -> None:
-        if not twin.naive:
-            return
-        row = data.draw(st.integers(0, len(twin.naive) - 1))
-        held = twin.naive[row][0].shape[1]
-        n = data.draw(st.integers(0, held))
-        twin.packed.trim(row, n)
-        twin.naive[row] = [plane[:, : held - n] for plane in twin.naive[row]]
-
-    @rule(target=twins, some=st.lists(consumes(twins), min_size=1, max_size=3, unique_by=id))
-    def merge(self, some: list[Twin]) -> Twin:
-        return self.made(
-            PackedRows.merge_rows([t.packed for t in some]), [list(row) for t in some for row in t.naive]
-        )
-
-    @rule(target=twins, twin=twins, data=st.data())
-    def extract(self, twin: Twin, data: st.DataObject) -> object:
-        if not twin.naive:
-            return multiple()
-        row = data.draw(st.integers(0, len(twin.naive) - 1))
-        return self.made(twin.packed.extract_row(row), [list(twin.naive[row])])
-
-    @rule(twin=twins, data=st.data())
-    def filter(self, twin: Twin, data: st.DataObject) -> None:
-        rows = range(len(twin.naive))
-        keep = data.draw(st.lists(st.sampled_from(rows), unique=True) if rows else st.just([]))
-        twin.packed.filter_rows(keep)
-        twin.naive = [twin.naive[i] for i in keep]
-
-    @rule(target=twins, twin=twins)
-    def copy(self, twin: Twin) -> Twin:
-        return self.made(twin.packed.copy(), [list(row) for row in twin.naive])
-
-    @rule(twin=twins, tokens=st.integers(1, 3), layers=st.integers(0, LAYERS))
-    def fail(self, twin: Twin, tokens: int, layers: int) -> None:
-        if not twin.naive:
-            return
-        content = noise(len(twin.naive), tokens, 1)
-        twin.packed.begin(tokens)
-        for layer in range(layers):
-            twin.packed.write(layer, content[2 * layer], content[2 * layer + 1])
-        mx.eval(twin.packed.planes)
-        twin.packed.rollback()
-
-    @invariant()
-    def rows_are_what_they_should_be(self) -> None:
-        for twin in self.live:
-            want = [[plane.tobytes() for plane in row] for row in twin.naive]
-            assert contents(twin.packed) == want
-            assert twin.packed.layout.offset == tuple(row[0].shape[1] for row in twin.naive)
-            live = sum(plane.nbytes for row in twin.naive for plane in row)
-            if twin.packed.capacity:
-                assert twin.packed.nbytes_live == live
-                assert twin.packed.nbytes_capacity == sum(
-                    p.nbytes for p in twin.packed.planes if p is not None
-                )
-
-    @invariant()
-    def columns_outside_are_zero_in_groups(self) -> None:
-        for twin in self.live:
-            layout = twin.packed.layout
-            if layout.rows < 2:
-                continue
-            for plane in twin.packed.planes:
-                for row, (pad, end) in enumerate(zip(layout.left_pad, layout.ends, strict=True)):
-                    if plane is not None:
-                        outside = mx.concatenate([plane[row, :, :pad], plane[row, :, end:]], axis=1)
-                        assert not np.array(outside).any()
-
-
-TestSurgery = Surgery.TestCase
-TestSurgery.settings = settings(max_examples=60, stateful_step_count=14, deadline=None)
-
-
+@WINDOWS
 @pytest.mark.parametrize("lengths", [[3], [3, 7], [0, 5, 0], [0, 0], [256, 1, 300], [11, 2, 13, 0]])
-def test_extract_of_merge_is_the_row_itself(lengths: list[int]) -> None:
-    alone = [filled([length], seed=i) for i, length in enumerate(lengths)]
+def test_extract_of_merge_is_the_row_itself(lengths: list[int], reach: Reach) -> None:
+    alone = [filled([length], reach, seed=i).packed for i, length in enumerate(lengths)]
     merged = PackedRows.merge_rows(alone)
     for i, row in enumerate(alone):
         back = merged.extract_row(i)
-        assert contents(back) == contents(row) if lengths[i] else back.layout.offset == (0,)
-        assert back.layout.left_pad == (0,)
+        assert (live(back, 0) == live(row, 0)) if lengths[i] else back.layout == Layout.empty(1)
         assert back.capacity == lengths[i], "no spare capacity, no padding"
 
 
 def test_joining_a_group_to_rows_never_filled() -> None:
     """B08: five rows, and every plane has five."""
-    merged = PackedRows.merge_rows([filled([4, 9]), PackedRows(LAYERS, rows=3)])
-    assert merged.layout.offset == (4, 9, 0, 0, 0)
-    feed(merged, noise(5, 6, seed=9))
-    assert merged.layout.offset == (10, 15, 6, 6, 6)
-    assert all(plane is not None and plane.shape[0] == 5 for plane in merged.planes)
+    twin = filled([4, 9])
+    empty = Twin.start(LAYERS, 3)
+    joined = Twin(LAYERS, PackedRows.merge_rows([twin.packed, empty.packed]), twin.rows + empty.rows)
+    joined.append(6)
+    joined.check()
+    assert joined.packed.layout.offset == (10, 15, 6, 6, 6)
+    assert all(plane is not None and plane.shape[0] == 5 for plane in joined.packed.planes)
 
 
 def test_filter_before_the_first_append_and_to_nothing() -> None:
     """B10: a group that holds nothing is legal, and so is a group without rows."""
-    rows = PackedRows(LAYERS, rows=3)
-    rows.filter_rows([2, 0])
-    feed(rows, noise(2, 3, seed=1))
-    assert rows.layout.offset == (3, 3)
-    rows.filter_rows([])
+    twin = Twin.start(LAYERS, 3)
+    twin.packed.filter_rows([2, 0])
+    twin.rows = twin.rows[:2]
+    twin.append(3)
+    twin.check()
+    twin.packed.filter_rows([])
+    rows = twin.packed
     assert (rows.layout.rows, rows.layout.width, rows.nbytes_capacity) == (0, 0, 0)
-    again = PackedRows.merge_rows([rows, filled([5])])
-    assert contents(again) == contents(filled([5]))
+    other = filled([5])
+    again = PackedRows.merge_rows([rows, other.packed])
+    assert live(again, 0) == live(other.packed, 0)
 
 
 def test_trim_is_per_row_and_refuses_more_than_the_row_holds() -> None:
     """X3."""
-    rows = filled([3, 8])
-    before = contents(rows)
+    twin = filled([3, 8])
     with pytest.raises(ValueError, match="holds 3"):
-        rows.trim(0, 5)
+        twin.packed.trim(0, 5)
     with pytest.raises(ValueError, match="holds 8"):
-        rows.trim(1, -1)
-    assert contents(rows) == before
-    rows.trim(0, 3)
-    assert rows.layout.offset == (0, 8)
+        twin.packed.trim(1, -1)
+    twin.check()
+    twin.packed.trim(0, 3)
+    assert twin.packed.layout.offset == (0, 8)
 
 
-def test_no_trimmed_token_is_handed_on() -> None:
-    """B31: what a row forgot is in no array that another owner gets."""
-    secret = 7654.0
-    rows = filled([4])
-    feed(rows, [mx.full((1, heads, 3, width), secret, dtype) for heads, width, dtype in PLANES])
+@WINDOWS
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.codecs[0].name)
+def test_no_trimmed_token_is_handed_on(layer: Layer, reach: Reach) -> None:
+    """B31: what a row forgot, in whatever way, is in no array that another owner gets."""
+    random = np.random.default_rng(5)
+    rows, rounds = packed([layer], 1, reach), packed([layer], 2, reach)
+    for group in (rows, rounds):
+        feed(group, noise(random, [layer], group.layout.rows, 4))
+    secret = noise(random, [layer], 1, 3)
+    feed(rows, secret)
     rows.trim(0, 3)
-    group = PackedRows.merge_rows([rows, filled([9])])
-    handed = [rows.extract_row(0), rows.copy(), group, group.extract_row(0)]
+    rounds.spec_round_begin()
+    feed(rounds, [mx.concatenate([x, x]) for x in secret])
+    rounds.spec_round_rollback([0, 0])
+    group = PackedRows.merge_rows([rows, packed([layer], 1, reach), rounds])
+    handed = [
+        rows.extract_row(0),
+        rows.copy(),
+        rows.recoded([layer.codecs]),
+        rounds,
+        group,
+        group.extract_row(0),
+    ]
+    planes = [array(p[0], dtype) for p, dtype in zip(encoded([layer], secret), dtypes(layer), strict=True)]
+    words = {raw(plane[:, token]) for plane in planes for token in range(3)}
+    words = {word for word in words if len(word) > 4}  # a lone scale may be another token's too
+    assert words
     for other in handed:
-        for plane in other.planes:
-            assert plane is not None
-            assert not (np.array(plane) == secret).any()
+        for plane in other.arrays():
+            for row in range(plane.shape[0]):
+                for column in range(plane.shape[2]):
+                    assert raw(plane[row, :, column]) not in words
 
 
 def test_a_copy_never_aliases() -> None:
-    """B30: either may write, and the other keeps its bytes."""
-    rows = filled([5])
-    twin = rows.copy()
-    before = contents(rows)
-    feed(twin, noise(1, 2, seed=5))
-    assert contents(rows) == before
-    feed(rows, noise(1, 2, seed=6))
-    assert contents(twin) != contents(rows)
-    assert contents(twin.extract_row(0))[0][0][: len(before[0][0])] != b""
+    """B30: either may write, and the other keeps its bytes; so may rows that share their arrays."""
+    twin = filled([5])
+    others = [twin.with_packed(twin.packed.copy()), twin.with_packed(twin.packed.sharing())]
+    for n, other in enumerate(others):
+        other.seed = 7 + n
+        other.append(2)
+        twin.check()
+    twin.append(2)
+    for each in (twin, *others):
+        each.check()
+    assert len({raw(each.packed.arrays()[0]) for each in (twin, *others)}) == 3
 
 
 SURGERY: dict[str, Callable[[PackedRows], object]] = {
-    "merge": lambda rows: PackedRows.merge_rows([rows, filled([3])]),
+    "merge": lambda rows: PackedRows.merge_rows([rows, filled([3]).packed]),
     "extract": lambda rows: rows.extract_row(1),
     "filter": lambda rows: rows.filter_rows([1]),
+    "align": lambda rows: rows.align_rows([3, 1]),
     "trim": lambda rows: rows.trim(0, 2),
     "copy": lambda rows: rows.copy(),
+    "share": lambda rows: rows.sharing(),
+    "recode": lambda rows: rows.recoded(rows.codecs),
+    "restore": lambda rows: rows.restore_state(rows.planes, rows.layout),
+    "forget": lambda rows: rows.forget_unseen(),
+    "round": lambda rows: rows.spec_round_begin(),
+    "prefill": lambda rows: rows.prepare_prefill([1, 2]),
+    "padding": lambda rows: rows.restore_ends([1, 0]),
+    "donor": lambda rows: rows.donor_view(0),
+    "view": lambda rows: rows.temporal_view(0),
 }
 
 
 @pytest.mark.parametrize("name", SURGERY)
-@pytest.mark.parametrize("planes", range(len(PLANES)))
-def test_surgery_that_fails_at_any_plane_changes_nothing(
-    name: str, planes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """B16."""
-    rows = filled([4, 6])
-    held, layout, before = list(rows.planes), rows.layout, contents(rows)
-    done = 0
-
-    def fails_after(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        def wrapped(*args: object, **kwargs: object) -> mx.array:
-            nonlocal done
-            if done == planes:
-                raise MemoryError("injected")
-            done += 1
-            return function(*args, **kwargs)
-
-        return wrapped
-
-    other = filled([3])
-    work = dict(SURGERY, merge=lambda rows: PackedRows.merge_rows([rows, other]))[name]
-    for function in ("contiguous", "take", "slice_update"):
-        monkeypatch.setattr(mx, function, fails_after(getattr(mx, function)))
-    with pytest.raises(MemoryError):
-        work(rows)
-    monkeypatch.undo()
-    assert all(now is then for now, then in zip(rows.planes, held, strict=True))
-    assert rows.layout == layout
-    assert contents(rows) == before
-    feed(rows, noise(2, 1, seed=3))
+def test_surgery_waits_for_the_end_of_a_forward(name: str) -> None:
+    twin = filled([4, 6])
+    twin.packed.begin(1)
+    with pytest.raises(RuntimeError, match="inside a forward"):
+        SURGERY[name](twin.packed)
+    twin.packed.rollback()
+    twin.check()
 
 
-def test_surgery_waits_for_the_end_of_a_forward() -> None:
-    rows = filled([4, 6])
+def test_nothing_is_written_outside_of_a_forward() -> None:
+    rows = filled([4, 6]).packed
+    with pytest.raises(RuntimeError, match="inside a forward"):
+        rows.write(0, *noise(np.random.default_rng(0), LAYERS, 2, 1)[:2])
     rows.begin(1)
-    for work in SURGERY.values():
-        with pytest.raises(RuntimeError, match="inside a forward"):
-            work(rows)
-    rows.rollback()
-    with pytest.raises(RuntimeError, match="inside"):
-        rows.write(0, *noise(2, 1, 0)[:2])
+    with pytest.raises(RuntimeError, match="open already"):
+        rows.begin(1)
+    for n, some in ((0, rows), (1, packed(LAYERS, 0))):
+        with pytest.raises((ValueError, RuntimeError), match="forward"):
+            some.begin(n)
+
+
+def test_a_round_is_opened_once_and_ends_once() -> None:
+    rows = filled([4, 6]).packed
+    for work in (rows.spec_round_commit, lambda: rows.spec_round_rollback(0), lambda: rows.round_offsets):
+        with pytest.raises(RuntimeError, match="no speculative round"):
+            work()
+    rows.spec_round_begin()
+    with pytest.raises(RuntimeError, match="open already"):
+        rows.spec_round_begin()
+    with pytest.raises(ValueError, match="can't keep"):
+        rows.spec_round_rollback([0, 1])
+    rows.spec_round_rollback(0)
+
+
+def test_a_ragged_prefill_ends_when_all_of_it_was_fed() -> None:
+    """Ended too early, it would take real tokens for padding."""
+    twin = filled([4, 6])
+    rows = twin.packed
+    with pytest.raises(RuntimeError, match="no ragged prefill"):
+        rows.finalize_prefill()
+    for lengths in ([1], [1, -1], [1, 2, 3]):
+        with pytest.raises(ValueError, match="for 2 rows"):
+            rows.prepare_prefill(lengths)
+    rows.prepare_prefill([5, 2])
+    assert rows.right_pad == (0, 3)
+    feed(rows, noise(np.random.default_rng(0), LAYERS, 2, 3))
+    with pytest.raises(RuntimeError, match="prompts end at"):
+        rows.finalize_prefill()
+    feed(rows, noise(np.random.default_rng(0), LAYERS, 2, 2))
+    saved = rows.sharing()
+    rows.finalize_prefill()
+    assert rows.layout.offset == (9, 8)
+    again = packed(LAYERS, 2)
+    again.restore_state(list(saved.planes), saved.layout)
+    for pads in ([1], [0, -1], [0, 12]):
+        with pytest.raises(ValueError):
+            again.restore_ends(pads)
+    again.restore_ends((0, 3))
+    again.finalize_prefill()
+    assert [live(again, i) for i in range(2)] == [live(rows, i) for i in range(2)]
 
 
 @pytest.mark.parametrize("wrong", [(3, 2, 1, 5), (2, 1, 1, 5), (2, 2, 2, 5), (2, 2, 1, 4)])
 def test_an_append_of_another_shape_is_refused(wrong: tuple[int, ...]) -> None:
     """One head would broadcast over all of them in silence."""
-    rows = filled([4, 6])
-    rows.begin(1)
+    twin = filled([4, 6])
+    twin.packed.begin(1)
     with pytest.raises(Mismatch):
-        rows.write(0, mx.zeros(wrong), noise(2, 1, 0)[1])
-    rows.rollback()
-    assert rows.layout.offset == (4, 6)
+        twin.packed.write(0, mx.zeros(wrong), noise(np.random.default_rng(0), LAYERS, 2, 1)[1])
+    twin.packed.rollback()
+    twin.check()
 
 
-def test_rows_of_different_geometry_or_dtype_are_not_merged() -> None:
-    other = PackedRows(1)
-    other.begin(2)
-    other.write(0, mx.zeros((1, 2, 2, 5)), mx.zeros((1, 2, 2, 3)))
-    other.commit()
-    half = PackedRows(1)
-    half.begin(2)
-    half.write(0, mx.zeros((1, 2, 2, 5), mx.float16), mx.zeros((1, 2, 2, 3), mx.float16))
-    half.commit()
-    with pytest.raises(Mismatch, match="dtype"):
-        PackedRows.merge_rows([other, half])
-    with pytest.raises(Mismatch, match="layers"):
-        PackedRows.merge_rows([other, filled([1])])
+@pytest.mark.parametrize(
+    ("one", "other", "why"),
+    [
+        (([DENSE], FULL), ([HALF], FULL), "geometry or dtype"),
+        (([DENSE], FULL), ([Layer(DENSE.codecs, 2, 5, 3, mx.float16)], FULL), "geometry or dtype"),
+        (([DENSE], FULL), ([DENSE, DENSE], FULL), "layers, reach or codec"),
+        (([DENSE], FULL), ([AFFINE4], FULL), "layers, reach or codec"),
+        (([AFFINE4], FULL), ([AFFINE8], FULL), "layers, reach or codec"),
+        (
+            ([TURBO], FULL),
+            ([Layer(TURBO.codecs[::-1], 1, 128, 64, mx.float32)], FULL),
+            "layers, reach or codec",
+        ),
+        (([DENSE], FULL), ([DENSE], Window(7)), "layers, reach or codec"),
+        (([DENSE], Window(7)), ([DENSE], Window(7, 1)), "layers, reach or codec"),
+        (([DENSE], Window(7)), ([DENSE], Chunk(7)), "layers, reach or codec"),
+    ],
+)
+def test_rows_of_different_layers_are_not_merged(
+    one: tuple[list[Layer], Reach], other: tuple[list[Layer], Reach], why: str
+) -> None:
+    made = []
+    for layers, reach in (one, other):
+        rows = packed(layers, 1, reach)
+        feed(rows, noise(np.random.default_rng(0), layers, 1, 2))
+        made.append(rows)
+    with pytest.raises(Mismatch, match=why):
+        PackedRows.merge_rows(made)
+
+
+@pytest.mark.parametrize("wrong", ["few planes", "rows", "narrow", "no planes", "uneven"])
+def test_a_state_that_does_not_fit_is_refused(wrong: str) -> None:
+    twin = filled([4, 6])
+    planes, layout = list(twin.packed.copy().planes), twin.packed.layout
+    first = planes[0]
+    assert first is not None
+    if wrong == "few planes":
+        planes.pop()
+    elif wrong == "rows":
+        layout = Layout((0,), (4,))
+    elif wrong == "narrow":
+        layout = Layout((0, 0), (4, 7))
+    elif wrong == "no planes":
+        planes = [None] * len(planes)
+    else:
+        planes[0] = first[:, :, :-1]
+    with pytest.raises(Mismatch):
+        twin.packed.restore_state(planes, layout)
+    twin.check()
+
+
+# ------------------------------------------------------------ columns
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_a_step_writes_in_place(ragged: bool) -> None:
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.codecs[0].name)
+def test_capacity_grows_in_steps(layer: Layer, ragged: bool) -> None:
+    twin = Twin.start([layer], 2)
+    twin.append(250)
+    if ragged:
+        twin.packed.trim(0, 3)
+        twin.rows[0] = twin.rows[0].until(247)
+    for n in (5, 1, 1, 300):
+        twin.append(n)
+        twin.check()
+        columns = twin.packed.layout.width
+        assert twin.packed.capacity == -(-columns // CAPACITY_STEP) * CAPACITY_STEP
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_step_writes_in_place(ragged: bool, quantised: bool) -> None:
     """A decode step allocates less than one plane: nothing holds the old planes while it is evaluated."""
-    rows = PackedRows(1, rows=2)
-    rows.begin(20_000)
-    rows.write(0, mx.zeros((2, 3, 20_000, 16)), mx.zeros((2, 3, 20_000, 16)))
-    rows.commit()
+    layer = (
+        Layer(AFFINE8.codecs, 3, 128, 32, mx.bfloat16)
+        if quantised
+        else Layer(DENSE.codecs, 3, 16, 16, mx.float32)
+    )
+    rows = packed([layer], 2)
+    feed(
+        rows, [mx.zeros((2, 3, 20_000, width), layer.dtype) for width in (layer.key_width, layer.value_width)]
+    )
     if ragged:
         rows.trim(0, 2)
     mx.eval(rows.planes)
     mx.synchronize()
+    plane = min(plane.nbytes for plane in rows.arrays() if plane.nbytes > 2**20)
+    one = [mx.ones((2, 3, 1, width), layer.dtype) for width in (layer.key_width, layer.value_width)]
     for _ in range(3):
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        rows.begin(1)
-        keys, values = rows.write(0, mx.ones((2, 3, 1, 16)), mx.ones((2, 3, 1, 16)))
-        rows.commit()
-        read = keys[:, :, -1].sum() + values[:, :, -1].sum()
-        mx.eval(read)
-        del keys, values
-        plane = rows.planes[0]
-        assert plane is not None
-        assert mx.get_peak_memory() - before < plane.nbytes / 4
-        del plane
+        feed(rows, one)
+        mx.eval(rows.planes)
+        assert mx.get_peak_memory() - before < plane / 4
 
 
-def test_twenty_thousand_steps_leave_no_graph_behind(tmp_path: object) -> None:
-    """B50: positions are numbers, so there is nothing that could grow without being evaluated."""
-    rows = PackedRows(1, rows=2)
-    one = mx.ones((2, 1, 1, 2))
-    for step in range(20_000):
-        rows.begin(1)
-        keys, _ = rows.write(0, one, one)
-        rows.commit()
-        mx.eval(keys)
-        if step == 100:
-            settled = mx.get_active_memory() - rows.nbytes_capacity
-    assert mx.get_active_memory() - rows.nbytes_capacity < settled + 100_000
-    assert rows.layout.offset == (20_000, 20_000)
+@pytest.mark.parametrize("reach", [Window(7), Window(11, 3), Chunk(5)], ids=str)
+def test_a_window_moves_its_rows_seldom_and_stays_small(reach: Reach) -> None:
+    """Columns are cut off when the planes are full, not at every step."""
+    twin = Twin.start([DENSE], 1, reach)
+    widths = []
+    for _ in range(1000):
+        feed(twin.packed, noise(np.random.default_rng(0), [DENSE], 1, 1))
+        widths.append(twin.packed.layout.width)
+        assert twin.packed.capacity == CAPACITY_STEP
+    assert sum(now <= before for before, now in pairwise(widths)) <= 5
+    feed(twin.packed, noise(np.random.default_rng(0), [DENSE], 1, 2000))
+    feed(twin.packed, noise(np.random.default_rng(0), [DENSE], 1, 1))
+    assert twin.packed.capacity <= 2 * CAPACITY_STEP, "a long prompt is forgotten as soon as it is read"
 
 
 def test_a_layer_shows_what_the_forward_has_written_to_it() -> None:
     """Models whose last layers read an earlier layer's keys and values ask for them inside the forward."""
-    rows = filled([2, 3])
-    first, second = FullLayer(rows, 0), FullLayer(rows, 1)
-    new = noise(2, 2, seed=1)
+    rows = filled([2, 3]).packed
+    first, second = AttentionLayer(rows, 0), AttentionLayer(rows, 1)
+    new = noise(np.random.default_rng(1), LAYERS, 2, 2)
     rows.begin(2)
     written = first.update_and_fetch(new[0], new[1])
     for again, fetched in zip(first.keys_and_values(), written, strict=True):
@@ -387,4 +368,57 @@ def test_a_layer_shows_what_the_forward_has_written_to_it() -> None:
     rows.rollback()
     assert first.keys_and_values()[0].shape[2] == 3
     with pytest.raises(ValueError, match="nothing yet"):
-        FullLayer(PackedRows(1), 0).keys_and_values()
+        AttentionLayer(packed(LAYERS), 0).keys_and_values()
+
+
+@pytest.mark.parametrize("reach", [Window(7), Window(11, 3)], ids=str)
+def test_a_layer_that_a_forward_passed_over_keeps_its_columns(reach: Reach) -> None:
+    """When the others' columns are cut off, its own move along."""
+    layers = [DENSE, HALF]
+    twin = Twin.start(layers, 2, reach)
+    twin.append(250)
+    twin.packed.trim(0, 3)
+    twin.rows[0] = twin.rows[0].until(247)
+    content = noise(np.random.default_rng(3), layers, 2, 20)
+    rows = twin.packed
+    rows.begin(20)
+    rows.write(0, *content[:2])
+    rows.commit()
+    assert any(rows.layout.forgotten)
+    for row, kept in enumerate(twin.rows):
+        pad, held = rows.layout.left_pad[row], rows.layout.held[row] - 20
+        tokens = [*range(reach.pinned), *range(kept.length - held + reach.pinned, kept.length)]
+        for plane, want in zip(rows.planes[2:], kept.planes[2:], strict=True):
+            assert plane is not None
+            assert (bits(plane)[row, :, pad : pad + held] == want[:, tokens]).all()
+
+
+# ------------------------------------------------------------ other codecs
+
+
+@WINDOWS
+@pytest.mark.parametrize("into", [AFFINE4, AFFINE8, TURBO], ids=lambda layer: layer.codecs[0].name)
+def test_recoded_rows_hold_what_their_new_codec_makes_of_each_token(into: Layer, reach: Reach) -> None:
+    """In groups too, whose padding stays zero; and an open round goes on."""
+    dense = Layer(DENSE.codecs, into.heads, into.key_width, into.value_width, into.dtype)
+    twin = Twin.start([dense], 3, reach)
+    for n in (40, 3, 2):
+        content = [x + 1 for x in noise(np.random.default_rng(n), [into], 3, n)]
+        feed(twin.packed, content)
+        new = encoded([dense], content)
+        twin.rows = [row.and_then([plane[i] for plane in new]) for i, row in enumerate(twin.rows)]
+        twin.packed.trim(1, 1)
+        twin.rows[1] = twin.rows[1].until(twin.rows[1].length - 1)
+    twin.packed.forget_unseen()
+    twin.packed.spec_round_begin()
+    recoded = twin.packed.recoded([into.codecs])
+    assert recoded.layout == twin.packed.layout
+    assert recoded.round_offsets == twin.packed.round_offsets
+    assert_zeros_outside(recoded)
+    for row in range(3):
+        pad, end = twin.packed.layout.left_pad[row], twin.packed.layout.ends[row]
+        keys, values = decoded(dense, [bits(plane[row])[:, pad:end] for plane in twin.packed.arrays()])
+        assert live(recoded, row) == [
+            plane.tobytes() for plane in encoded([into], [keys[None], values[None]])
+        ]
+    twin.check()
