@@ -2,7 +2,7 @@
 
 A model may take positions or masks from its caches in a way that holds for one row only; nothing in its
 caches tells. Two short sequences show it: of very different lengths, so that padding would be most of what
-the shorter one reads.
+the shorter one reads. What only long ones would show is listed by name.
 """
 
 from __future__ import annotations
@@ -18,17 +18,49 @@ NEXT = (3, 7)
 # Of the largest logit. Rounding of half precision and 4-bit products stays below; reading 22 columns of
 # padding doesn't.
 TOLERANCE = 0.1
+# Modules of mlx-lm that choose blocks of columns to attend to: padding moves a row's tokens to other blocks.
+BY_BLOCKS = frozenset({"minimax_m3_vl"})
 
 
 def rows_agree(model: Any) -> bool:
     """Two rows of different lengths answer in a group as they do alone. Runs four short forwards."""
-    alone = [SessionCache.create(model) for _ in PROMPTS]
-    if not alone[0].batchable:
+    alone = _alone(model)
+    if alone is None:
         return False
-    for session, prompt in zip(alone, PROMPTS, strict=True):
+    group = SessionCache.merge_rows(alone)
+    return _agree(model, group, alone)
+
+
+def prompts_agree(model: Any) -> bool:
+    """And so do two that were prefilled together, the shorter one padded at its right."""
+    alone = _alone(model)
+    if alone is None:
+        return False
+    lengths = [len(prompt) for prompt in PROMPTS]
+    padded = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in PROMPTS]
+    group = SessionCache.merge_rows([SessionCache.create(model) for _ in PROMPTS])
+    try:
+        group.prepare_prefill(lengths)
+        group.forward(model, mx.array(padded))
+        group.finalize_prefill()
+    except (TypeError, ValueError, IndexError):
+        return False
+    return _agree(model, group, alone)
+
+
+def _alone(model: Any) -> list[SessionCache] | None:
+    """A session for each prompt; None when rows of this model never share a group."""
+    sessions = [SessionCache.create(model) for _ in PROMPTS]
+    if not sessions[0].batchable or type(model).__module__.rsplit(".", 1)[-1] in BY_BLOCKS:
+        return None
+    for session, prompt in zip(sessions, PROMPTS, strict=True):
         session.forward(model, mx.array([prompt]))
         mx.eval(session.arrays())
-    group = SessionCache.merge_rows(alone)
+    return sessions
+
+
+def _agree(model: Any, group: SessionCache, alone: list[SessionCache]) -> bool:
+    """The next token's logits of each row are those of the session alone."""
     try:
         packed = group.forward(model, mx.array(NEXT)[:, None])[:, -1].astype(mx.float32)
         mx.eval(packed)
