@@ -8,8 +8,10 @@ import mlx.core as mx
 from mlx import nn
 
 from stateroom.caches.blueprint import Blueprint
+from stateroom.caches.codecs.codec import Codec
 from stateroom.caches.codecs.scheme import CannotQuantise, Scheme
-from stateroom.caches.probe import rows_agree
+from stateroom.caches.probe import rows_agree, slices_decode
+from stateroom.caches.rows import LayerCodecs
 from stateroom.caches.session import SessionCache
 from stateroom.client.errors import Unsupported
 from stateroom.client.protocol import KV, Caps, KindCaps
@@ -46,6 +48,7 @@ class Schemes:
         self._geometry = sample.geometry()
         self.batchable = rows_agree(model)
         self.dense = self._served(self._blueprint, sample)
+        self._tried: set[tuple[Codec, int]] = set()
         self._served_by: dict[Scheme, Served] = {Scheme(): self.dense}
 
     def of(self, kv: KV | None) -> Served:
@@ -68,7 +71,19 @@ class Schemes:
         if not any(layer for layers in self._geometry.values() for layer in layers):
             raise CannotQuantise("its layers keep no keys and values")
         blueprint = self._blueprint.with_scheme(scheme, self._geometry)
+        for reach, layers in blueprint.attention.items():
+            for codecs, widths in zip(layers, self._geometry[reach], strict=True):
+                if widths is not None:
+                    self._try(codecs, widths[:2])
         return self._served(blueprint, self._fed(SessionCache.empty(blueprint)))
+
+    def _try(self, codecs: LayerCodecs, widths: tuple[int, int]) -> None:
+        """Each codec once: this build of mlx may not decode what it encodes."""
+        for codec, width in zip(codecs, widths, strict=True):
+            if (codec, width) not in self._tried:
+                if not slices_decode(codec, width):
+                    raise CannotQuantise(f"this build of mlx decodes slices of {codec.name} planes wrongly")
+                self._tried.add((codec, width))
 
     def _fed(self, sample: SessionCache) -> SessionCache:
         mx.eval(sample.forward(self._model, mx.array([[0]], dtype=mx.uint32)), sample.arrays())

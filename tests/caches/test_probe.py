@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from tests.architectures.configs import make
 from tests.caches.models import ARCHITECTURES, tiny
+from tests.tiny import make_tiny_model
 
 from stateroom.caches.attention import NAME, original
-from stateroom.caches.probe import rows_agree
+from stateroom.caches.codecs.affine import Affine
+from stateroom.caches.codecs.codec import Codec
+from stateroom.caches.codecs.dense import Dense
+from stateroom.caches.codecs.turbo import Turbo
+from stateroom.caches.probe import prompts_agree, rows_agree, slices_decode
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -49,3 +56,43 @@ def test_a_model_of_one_position_for_all_rows_does_not() -> None:
 
     shifted.layers = model.layers  # type: ignore[attr-defined]
     assert not rows_agree(shifted)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prompts_padded_at_their_right_agree(architecture: str) -> None:
+    assert prompts_agree(tiny(architecture)) == (architecture != "llama4")
+
+
+def test_a_model_that_takes_padding_for_tokens_is_found_out() -> None:
+    """mlx-lm's mamba never looks at the lengths of its rows."""
+    model = make_tiny_model("mamba").model
+    assert rows_agree(model)
+    assert not prompts_agree(model)
+
+
+def test_attention_by_blocks_of_columns_runs_alone() -> None:
+    """B14: padding moves a row's tokens to other blocks, which only long rows would show."""
+    assert not rows_agree(make("minimax_m3_vl"))
+
+
+@pytest.mark.parametrize(
+    "codec", [Dense(), Affine(4, 32, mx.float32), Affine(8, 64, mx.bfloat16), Turbo(3, 64, mx.float32)]
+)
+def test_slices_of_planes_decode(codec: Codec) -> None:
+    """B36: tried before a scheme is served."""
+    assert slices_decode(codec, 64)
+
+
+class Fickle(Affine):
+    """As on a build of mlx that decodes a slice and its copy differently."""
+
+    def decode(self, planes: Sequence[mx.array]) -> mx.array:
+        decoded.append(super().decode(planes))
+        return decoded[-1] * len(decoded)
+
+
+decoded: list[mx.array] = []
+
+
+def test_planes_whose_slices_decode_to_something_else_are_found_out() -> None:
+    assert not slices_decode(Fickle(8, 32, mx.float32), 64)

@@ -11,6 +11,7 @@ from tests.engine.harness import PROMPT, Bench
 from tests.tiny import CONTEXT, make_tiny_model
 
 from stateroom.client import protocol as p
+from stateroom.daemon.engine import kv
 from stateroom.daemon.engine.problem import ModelError
 
 LONG = "word " * 1_500_000
@@ -190,3 +191,16 @@ def test_layers_that_cannot_be_trimmed_say_so(architecture: str) -> None:
     assert body.receipt.why is not None
     assert body.receipt.source == "none"
     bench.check_law(session)
+
+
+def test_a_scheme_that_this_build_of_mlx_gets_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B36: at `open`, and again at the next."""
+    bench = Bench(make_tiny_model("llama", width=256))
+    monkeypatch.setattr(kv, "slices_decode", lambda codec, width: False)
+    for _ in range(2):
+        body = bench.call(p.Open(tokens=PROMPT, kv=p.KV(scheme="affine8")))
+        assert isinstance(body, p.ErrorBody)
+        assert (body.code, body.field) == ("unsupported", "kv.scheme")
+    assert not bench.engine.sessions
+    monkeypatch.undo()
+    bench.check_law(bench.open(PROMPT, kv=p.KV(scheme="affine8")))
