@@ -49,16 +49,12 @@ class Forward:
     position: int | mx.array  # of the first new token, for RoPE
     start: mx.array  # the column where all rows write, or [B, 1, n, 1] columns when ends differ
     scatter: bool
+    width: int  # columns in use after the append
     before: tuple[list[Plane], Layout]
     masks: dict[tuple[int, Reach, bool], Mask] = field(default_factory=dict)
     overlays: dict[Hashable, mx.array] = field(default_factory=dict)  # masks of the named reads
     spans: dict[Reach | None, Spans] = field(default_factory=dict)
     fetched: dict[int, mx.array] = field(default_factory=dict)  # layer → the keys its model was given
-
-    @property
-    def width(self) -> int:
-        """Columns in use after the append."""
-        return self.layout.width + self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +119,7 @@ class PackedRows:
             position=position,
             start=_columns(layout, n) if scatter else mx.array([layout.width], dtype=mx.int32),
             scatter=scatter,
+            width=layout.width + n,
             before=before,
         )
 
@@ -132,14 +129,19 @@ class PackedRows:
         Returns those of the columns that any query of this forward sees, [B, Hkv, S, D], as they are stored.
         """
         forward = self._open()
-        codecs = self.codecs[layer]
-        new = [*codecs[0].encode(keys), *codecs[1].encode(values)]
-        start = self._at[2 * layer]
-        old = self.planes[start : start + len(new)]
-        self.planes[start : start + len(new)] = [
-            self._appended(plane, piece, forward) for plane, piece in zip(old, new, strict=True)
-        ]
-        fetched = self.live(layer)
+        start, planes = self._at[2 * layer], self.planes
+        key_codec, value_codec = codecs = self.codecs[layer]
+        if codecs is DENSE:  # at every layer of every step: no lists
+            new_keys = planes[start] = self._appended(planes[start], keys, forward)
+            new_values = planes[start + 1] = self._appended(planes[start + 1], values, forward)
+            first, width = forward.first, forward.width
+            fetched_keys = new_keys[:, :, first:width]
+            if forward.tokens > 1:
+                forward.fetched[layer] = fetched_keys
+            return fetched_keys, new_values[:, :, first:width]
+        for place, new in enumerate((*key_codec.encode(keys), *value_codec.encode(values)), start):
+            planes[place] = self._appended(planes[place], new, forward)
+        fetched = self._decoded(layer, forward.first, forward.width)
         forward.fetched[layer] = fetched[0]
         return fetched
 
@@ -249,7 +251,15 @@ class PackedRows:
         return self.planes[self._at[2 * layer + of_values]]
 
     def set_plane(self, layer: int, plane: mx.array, of_values: bool) -> None:
-        self.planes[self._at[2 * layer + of_values]] = plane
+        """Takes a plane that a model has tied work to, or cleared.
+
+        One of another shape is left: a model that reads keys only clears its values by zeros in the shape of
+        the keys, which the values of other codecs don't have.
+        """
+        place = self._at[2 * layer + of_values]
+        held = self.planes[place]
+        if held is None or held.shape == plane.shape:
+            self.planes[place] = plane
 
     @property
     def first_token(self) -> int:
@@ -321,10 +331,12 @@ class PackedRows:
             raise Mismatch(f"{new.shape} appended to {forward.layout.rows} rows of {forward.tokens} tokens")
         if plane is None:
             plane = mx.zeros((rows, heads, forward.capacity, field_width), dtype=new.dtype)
-        elif (heads, field_width) != (plane.shape[1], plane.shape[3]):
-            raise Mismatch(f"{new.shape} appended to a plane of {plane.shape}")
         else:
-            plane = self._moved(plane, forward)
+            _, held, capacity, held_width = plane.shape
+            if (heads, field_width) != (held, held_width):
+                raise Mismatch(f"{new.shape} appended to a plane of {plane.shape}")
+            if forward.cut or capacity < forward.capacity:
+                plane = self._moved(plane, forward)
         if forward.scatter:
             return mx.put_along_axis(plane, forward.start, new.astype(plane.dtype), axis=2)
         return mx.slice_update(plane, new, forward.start, (2,))
