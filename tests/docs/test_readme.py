@@ -55,6 +55,20 @@ def test_the_python_pages_example_runs_as_it_stands(start_daemon: StartDaemon, t
     assert re.search(r"(stop|stop_token|length) \d+$", done.stdout)
 
 
+def test_the_cache_pages_example_runs_as_it_stands() -> None:
+    """In a process of its own, which loads nothing of the daemon or the client."""
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "caches.md").read_text(), re.DOTALL)
+    check = """
+import sys
+assert not any(name.startswith(("stateroom.daemon", "stateroom.client")) for name in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", example + check], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    first, last = done.stdout.splitlines()
+    assert first == "(6, 5)"
+    assert last.startswith("(3,) [Kind(kind='full', scheme='affine8', layers=2)]")
+
+
 def test_the_python_page_names_what_there_is() -> None:
     page = (ROOT / "docs" / "python.md").read_text()
     owners = {"room": Room, "session": Session, "stream": TokenStream}
