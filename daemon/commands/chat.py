@@ -16,9 +16,17 @@ import typer
 
 from stateroom.client import Room, Session, connect
 from stateroom.client.errors import Busy, NotFound, StateroomError, Unsupported
-from stateroom.client.protocol import LengthResult, Message, Sampling
+from stateroom.client.protocol import KV, LengthResult, Message, Sampling
 from stateroom.client.timeouts import CANCEL_TIMEOUT_S
-from stateroom.daemon.commands.options import COMMANDS_APP, Endpoint, MaxTokens, Model, Seed, Temperature
+from stateroom.daemon.commands.options import (
+    COMMANDS_APP,
+    Endpoint,
+    KVScheme,
+    MaxTokens,
+    Model,
+    Seed,
+    Temperature,
+)
 from stateroom.daemon.commands.terminal import out, receipt_line, write
 
 BUSY_PAUSE_S = 0.05
@@ -163,12 +171,12 @@ def read_line(interactive: bool) -> str | None:
         return ""
 
 
-def resume(room: Room, name: str, model: str | None) -> Session:
+def resume(room: Room, name: str, model: str | None, kv: KV) -> Session:
     """The session of that name; a new one when there is none."""
     try:
         return room.session(name)
     except NotFound:
-        return room.open(name=name, model=model)
+        return room.open(name=name, model=model, kv=kv)
 
 
 def chat(
@@ -177,6 +185,7 @@ def chat(
     temperature: Temperature = 0.0,
     seed: Seed = None,
     model: Model = None,
+    kv: KVScheme = "dense",
     endpoint: Endpoint = None,
 ) -> None:
     """Talk in a session that stays when you leave; /help lists what else it can do."""
@@ -185,7 +194,7 @@ def chat(
         with suppress(ImportError):
             import readline  # noqa: F401  (input() then has history and editing)
     with connect(endpoint, app=COMMANDS_APP) as room:
-        session = resume(room, name, model)
+        session = resume(room, name, model, KV(scheme=kv))
         talk = Chat(room, session, name, max_tokens, Sampling(temperature=temperature, seed=seed))
         if interactive:
             there = f"{session.length} tokens" if session.length else "new"

@@ -8,8 +8,16 @@ from typing import Annotated
 import typer
 
 from stateroom.client import connect
-from stateroom.client.protocol import Message, Sampling
-from stateroom.daemon.commands.options import COMMANDS_APP, Endpoint, MaxTokens, Model, Seed, Temperature
+from stateroom.client.protocol import KV, Message, Sampling
+from stateroom.daemon.commands.options import (
+    COMMANDS_APP,
+    Endpoint,
+    KVScheme,
+    MaxTokens,
+    Model,
+    Seed,
+    Temperature,
+)
 from stateroom.daemon.commands.terminal import write
 
 FORGET_S = 60.0  # for the daemon to forget the session by itself, when this program is killed
@@ -21,6 +29,7 @@ def generate(
     temperature: Temperature = 0.0,
     seed: Seed = None,
     model: Model = None,
+    kv: KVScheme = "dense",
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as it stands, without template.")
     ] = False,
@@ -32,10 +41,10 @@ def generate(
     sampling = Sampling(temperature=temperature, seed=seed)
     with connect(endpoint, app=COMMANDS_APP) as room:
         if raw:
-            session = room.open(model=model, ttl_s=FORGET_S, text=prompt)
+            session = room.open(model=model, kv=KV(scheme=kv), ttl_s=FORGET_S, text=prompt)
         else:
             message = Message(role="user", content=prompt)
-            session = room.open(model=model, ttl_s=FORGET_S, messages=[message])
+            session = room.open(model=model, kv=KV(scheme=kv), ttl_s=FORGET_S, messages=[message])
         try:
             with session.decode(max_tokens=max_tokens, sampling=sampling) as stream:
                 for token in stream:

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from stateroom.client.protocol import Scheme
+
 Endpoint = Annotated[
     str | None,
     typer.Option(
@@ -22,6 +24,10 @@ Model = Annotated[str | None, typer.Option(help="The model, by the name that `se
 MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens an answer may have.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="The same seed gives the same answer.")]
+KVScheme = Annotated[
+    Scheme,
+    typer.Option("--kv", help="How a new session stores its keys and values; fewer bits take less memory."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 COMMANDS_APP = "stateroom"  # the owner under which the commands keep sessions

@@ -33,7 +33,7 @@ def ps(app: App = COMMANDS_APP, as_json: AsJson = False, endpoint: Endpoint = No
 def table(sessions: list[SessionInfo]) -> Table:
     """One row a session, the most recently used first."""
     made = Table(box=None, pad_edge=False)
-    for heading in ("SESSION", "NAME", "MODEL", "STATE"):
+    for heading in ("SESSION", "NAME", "MODEL", "KV", "STATE"):
         made.add_column(heading, no_wrap=True)
     for heading in ("TOKENS", "PRIVATE", "SHARED", "IDLE", "AGE"):
         made.add_column(heading, justify="right", no_wrap=True)
@@ -42,6 +42,7 @@ def table(sessions: list[SessionInfo]) -> Table:
             session.session[:ID_SHOWN],
             escape(session.name or ""),
             escape(session.model),
+            stored_as(session),
             session.running or (session.state if session.tier == "resident" else session.tier),
             str(session.length),
             size(session.private_bytes),
@@ -50,6 +51,12 @@ def table(sessions: list[SessionInfo]) -> Table:
             age(session.age_s),
         )
     return made
+
+
+def stored_as(session: SessionInfo) -> str:
+    """The scheme of its keys and values."""
+    schemes = {kind.scheme for kind in session.kinds}
+    return "+".join(sorted(schemes - {"dense"} or schemes))
 
 
 def stats(as_json: AsJson = False, endpoint: Endpoint = None) -> None:
