@@ -17,6 +17,7 @@ import numpy.typing as npt
 from tests.architectures.configs import VOCAB, make
 
 from stateroom.caches.codecs.scheme import Scheme
+from stateroom.caches.probe import rows_agree
 from stateroom.caches.session import SessionCache
 
 RELATIVE = 1e-4  # of the largest logit, float32
@@ -28,6 +29,12 @@ Logits = npt.NDArray[np.float32]
 @lru_cache(maxsize=2)
 def model_of(name: str) -> Any:
     return make(name)
+
+
+@lru_cache(maxsize=2)
+def rows_may_share(name: str) -> bool:
+    """What the library says of rows of different lengths in one group."""
+    return rows_agree(model_of(name))
 
 
 def random_tokens(random: np.random.Generator, n: int) -> list[int]:
