@@ -89,7 +89,7 @@ class _TracedRows(PackedRows):
             self._masks[window] = visible
         return self._masks[window]
 
-    def is_ours(self, layer: int, keys: mx.array) -> bool:
+    def is_ours(self, layer: int, keys: mx.array, values: mx.array) -> bool:
         return False  # keys and values are read as they were given, under the mask
 
 

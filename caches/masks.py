@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import mlx.core as mx
@@ -64,3 +65,33 @@ def boolean_mask(layout: Layout, n: int, reach: Reach = FULL, first: int = 0) ->
         to_token = per_row(tuple(f - p for f, p in zip(layout.forgotten, layout.left_pad, strict=True)))
         visible = visible & ((column + to_token) // reach.size == (query + to_token) // reach.size)
     return visible
+
+
+def block_overlay(
+    layout: Layout, n: int, reach: Reach, first: int, blocks: Sequence[tuple[int, int]]
+) -> mx.array:
+    """`boolean_mask`, but the new tokens of a block [start, end) all see each other too."""
+    column = mx.arange(first, layout.width + n)[None, None, None]
+    new = (
+        column - mx.array(layout.ends, dtype=mx.int32)[:, None, None, None]
+    )  # which of the new tokens it holds
+    query = mx.arange(n)[:, None]
+    visible = boolean_mask(layout, n, reach, first)
+    for start, end in blocks:
+        visible = visible | ((start <= query) & (query < end) & (start <= new) & (new < end))
+    return visible
+
+
+def encoder_mask(layout: Layout, n: int, window: int, first: int) -> mx.array:
+    """What `n` new tokens see that see everything fewer than `window` tokens away, on either side."""
+    starts = mx.array(layout.left_pad, dtype=mx.int32)[:, None, None, None]
+    ends = mx.array(layout.ends, dtype=mx.int32)[:, None, None, None]
+    column = mx.arange(first, layout.width + n)[None, None, None]
+    query = ends + mx.arange(n)[:, None]
+    return (starts <= column) & (column < ends + n) & (mx.abs(query - column) < window)
+
+
+def next_mask(layout: Layout, reach: Reach, first: int) -> mx.array:
+    """The stored columns, from `first` on, that each row's next token would see: bool [B, 1, 1, S]."""
+    ends = mx.array(layout.ends, dtype=mx.int32)[:, None, None, None]
+    return boolean_mask(layout, 1, reach, first)[..., :-1] & (mx.arange(first, layout.width) < ends)

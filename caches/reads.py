@@ -10,11 +10,14 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from stateroom.caches.codecs.read import read
-from stateroom.caches.masks import Mask
+from stateroom.caches.codecs.read import read, read_masked
+from stateroom.caches.masks import Mask, block_overlay, encoder_mask, narrowed
+from stateroom.caches.reach import Window
 from stateroom.caches.rows import PackedRows
-from stateroom.kernels.dispatch import decode_attention, decode_form
+from stateroom.kernels.dispatch import decode_attention, decode_form, join_segments, span_attention
+from stateroom.kernels.join_segments.reference import Attended
 from stateroom.kernels.sinks import with_sinks
+from stateroom.kernels.spans import Spans
 
 
 def attend(
@@ -29,28 +32,43 @@ def attend(
 ) -> mx.array:
     """softmax(scale x queries keysᵀ + mask) values, of keys and values as the rows gave them to the model.
 
-    A mask that the rows made is read as the columns that it shows, so that quantised planes needn't be
+    A mask that hides columns is read with the planes as they are stored, so that quantised ones needn't be
     decoded (and dense ones, on a CPU, are read in products that take two thirds of mlx's time); with any
     other, or with other keys, what was given is what is computed. `sinks` [H]: logits without a value.
     """
-    tokens = queries.shape[2]
-    causal = mask is not None or tokens == 1
-    by_columns = (
-        decode_form() == "folded" if rows.is_dense(layer) and tokens > 1 else not rows.is_dense(layer)
-    )
-    if causal and by_columns and rows.is_ours(layer, keys):
-        columns = rows.spans(mask)
-        if columns is not None:
-            spans, window = columns
-            (key_codec, value_codec), (key_planes, value_planes) = rows.codecs[layer], rows.stored(layer)
-            # A lone row has bytes behind its end only, which are cut off; a group has zeros.
-            attended = read(
-                queries, key_codec, key_planes, value_codec, value_planes, spans, scale, window, clean=True
-            )
+    if queries.dtype != mx.float32 and (sinks is not None or decode_form() == "folded"):
+        # A CPU would add up halves in halves; and what sinks take their share of must not be rounded before.
+        exactly = queries.astype(mx.float32)
+        return attend(rows, layer, exactly, keys, values, scale, mask, sinks).astype(queries.dtype)
+    alone = queries.shape[2] == 1
+    by_planes = not rows.is_dense(layer) or (not alone and decode_form() == "folded")
+    if by_planes and rows.is_ours(layer, keys, values):
+        attended = _read_planes(rows, layer, queries, scale, mask)
+        if attended is not None:
             return (attended if sinks is None else with_sinks(attended, sinks)).output
-    if tokens == 1 and sinks is None and not isinstance(mask, str) and _is_of_columns(mask):
+    if alone and sinks is None and not isinstance(mask, str) and _is_of_columns(mask):
         return decode_attention(queries, keys, values, scale, mask)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
+def _read_planes(
+    rows: PackedRows, layer: int, queries: mx.array, scale: float, mask: Mask
+) -> Attended | None:
+    """None where the mask does something else than to hide columns."""
+    tokens = queries.shape[2]
+    if mask is None and tokens > 1:  # nothing is hidden, not even what comes later
+        return None
+    keys, values = rows.codecs[layer]
+    # Columns without a token: a lone row's lie behind its end, and are cut off; a group's are zeros.
+    if (columns := rows.spans(mask)) is not None:
+        spans, window = columns
+        key_planes, value_planes = rows.stored(layer)
+        return read(queries, keys, key_planes, values, value_planes, spans, scale, window, clean=True)
+    key_planes, value_planes = rows.shown(layer)
+    each = (1, tokens, key_planes[0].shape[2])
+    if isinstance(mask, mx.array) and mask.dtype == mx.bool_ and mask.shape[1:] == each:
+        return read_masked(queries, keys, key_planes, values, value_planes, mask, scale, clean=True)
+    return None
 
 
 def _is_of_columns(mask: mx.array | None) -> bool:
@@ -98,23 +116,10 @@ def append_bidirectional(
     blocks: Sequence[tuple[int, int]],
 ) -> mx.array:
     """Causal, or within one image: the new tokens of a block [start, end) all see each other too."""
-    count = queries.shape[2]
-
-    def make() -> mx.array:
-        query = (
-            rows.forward.layout.width - rows.forward.first
-        )  # columns of the rows' ends, counted from first
-        causal = rows.mask(count, as_array=True)
-        assert isinstance(causal, mx.array)
-        ends = mx.array(rows.forward.layout.ends, dtype=mx.int32)[:, None, None, None] - rows.forward.first
-        column = mx.arange(query + count)[None, None, None] - ends  # of each row's new tokens, from 0 on
-        token = mx.arange(count)[None, None, :, None]
-        seen = causal
-        for start, end in blocks:
-            seen = seen | ((start <= token) & (token < end) & (start <= column) & (column < end))
-        return seen
-
-    return _append_masked(rows, layer, queries, keys, values, scale, rows.leased(("blocks", *blocks), make))
+    layout, first, count = rows.forward.layout, rows.forward.first, queries.shape[2]
+    mask = rows.leased(("blocks", *blocks), lambda: block_overlay(layout, count, rows.reach, first, blocks))
+    fetched = rows.write(layer, keys, values)
+    return attend(rows, layer, queries, *fetched, scale, mask)
 
 
 def append_encoder_window(
@@ -126,49 +131,31 @@ def append_encoder_window(
     scale: float,
     window: int,
 ) -> mx.array:
-    """As an encoder with a window: a query sees what is fewer than `window` tokens away, on either side."""
-    count = queries.shape[2]
+    """As an encoder with a window: a query sees what is fewer than `window` tokens away, on either side.
 
-    def make() -> mx.array:
-        layout, first = rows.forward.layout, rows.forward.first
-        starts = mx.array(layout.left_pad, dtype=mx.int32)[:, None, None, None]
-        ends = mx.array(layout.ends, dtype=mx.int32)[:, None, None, None]
-        column = mx.arange(first, layout.width + count)[None, None, None]
-        query = ends + mx.arange(count)[:, None]
-        return (starts <= column) & (column < ends + count) & (mx.abs(query - column) < window)
-
-    return _append_masked(rows, layer, queries, keys, values, scale, rows.leased(("encoder", window), make))
+    ValueError when the rows may have forgotten some of that.
+    """
+    if rows.reach.pinned or narrowed(rows.reach, window) != Window(window):
+        raise ValueError(f"rows that hold {rows.reach} can't be read by an encoder's window of {window}")
+    layout, first, count = rows.forward.layout, rows.forward.first, queries.shape[2]
+    mask = rows.leased(("encoder", window), lambda: encoder_mask(layout, count, window, first))
+    fetched = rows.write(layer, keys, values)
+    return attend(rows, layer, queries, *fetched, scale, mask)
 
 
 def read_block(
     rows: PackedRows, layer: int, queries: mx.array, keys: mx.array, values: mx.array, scale: float
 ) -> mx.array:
-    """The tokens stored, in the order of time, then the block's own; all queries see all. Stores nothing."""
-    layout, count = rows.layout, queries.shape[2]
-    if not layout.width:
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale)
-    held = rows.temporal_view(layer)
-    both = [
-        mx.concatenate([old, new.astype(old.dtype)], axis=2)
-        for old, new in zip(held, (keys, values), strict=True)
-    ]
-    column = mx.arange(layout.width + count)[None, None, None]
-    starts = mx.array(layout.left_pad, dtype=mx.int32)[:, None, None, None]
-    ends = mx.array(layout.ends, dtype=mx.int32)[:, None, None, None]
-    seen = ((starts <= column) & (column < ends)) | (column >= layout.width)
-    padded = layout.rows > 1 and not layout.level
-    mask = mx.broadcast_to(seen, (layout.rows, 1, count, seen.shape[-1])) if padded else None
-    return mx.fast.scaled_dot_product_attention(queries, *both, scale=scale, mask=mask)
-
-
-def _append_masked(
-    rows: PackedRows,
-    layer: int,
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    scale: float,
-    mask: mx.array,
-) -> mx.array:
-    fetched = rows.write(layer, keys, values)
-    return mx.fast.scaled_dot_product_attention(queries, *fetched, scale=scale, mask=mask)
+    """What a row's next token would see, in the order of time, then the block's own tokens; all queries see
+    all of that. Stores nothing."""
+    many, _, count, _ = queries.shape
+    exactly = queries.astype(mx.float32)  # parts are joined before they are rounded
+    own = span_attention(exactly, keys, values, Spans.of([0] * many, [count] * many), scale)
+    if not rows.layout.width:
+        return own.output.astype(queries.dtype)
+    key_planes, value_planes, seen = rows.next_token(layer)
+    key_codec, value_codec = rows.codecs[layer]
+    mask = mx.broadcast_to(seen, (many, 1, count, seen.shape[-1]))
+    held = read_masked(exactly, key_codec, key_planes, value_codec, value_planes, mask, scale, clean=True)
+    outputs, lse = mx.stack([held.output, own.output], axis=-2), mx.stack([held.lse, own.lse], axis=-1)
+    return join_segments(outputs, lse).output.astype(queries.dtype)

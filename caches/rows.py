@@ -24,7 +24,7 @@ from stateroom.caches.codecs.codec import Codec
 from stateroom.caches.codecs.dense import Dense
 from stateroom.caches.errors import Mismatch
 from stateroom.caches.layout import CAPACITY_STEP, Layout, capacity_for
-from stateroom.caches.masks import Mask, boolean_mask, make_mask, narrowed
+from stateroom.caches.masks import Mask, boolean_mask, make_mask, narrowed, next_mask
 from stateroom.caches.planes import Plane
 from stateroom.caches.ragged import Ragged
 from stateroom.caches.reach import FULL, Reach
@@ -34,6 +34,7 @@ TRIM_BACK = 32  # tokens that a window can always be trimmed by: a speculative r
 FORGET_MIN = 64  # columns; cutting fewer would move the rows too often
 
 LayerCodecs = tuple[Codec, Codec]  # of keys and of values
+Fetched = tuple[mx.array, mx.array]  # keys and values
 DENSE: LayerCodecs = (Dense(), Dense())
 
 
@@ -54,7 +55,7 @@ class Forward:
     masks: dict[tuple[int, Reach, bool], Mask] = field(default_factory=dict)
     overlays: dict[Hashable, mx.array] = field(default_factory=dict)  # masks of the named reads
     spans: dict[Reach | None, Spans] = field(default_factory=dict)
-    fetched: dict[int, mx.array] = field(default_factory=dict)  # layer → the keys its model was given
+    fetched: dict[int, Fetched] = field(default_factory=dict)  # layer → what its model was given
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +136,14 @@ class PackedRows:
             new_keys = planes[start] = self._appended(planes[start], keys, forward)
             new_values = planes[start + 1] = self._appended(planes[start + 1], values, forward)
             first, width = forward.first, forward.width
-            fetched_keys = new_keys[:, :, first:width]
+            fetched = new_keys[:, :, first:width], new_values[:, :, first:width]
             if forward.tokens > 1:
-                forward.fetched[layer] = fetched_keys
-            return fetched_keys, new_values[:, :, first:width]
+                forward.fetched[layer] = fetched
+            return fetched
         for place, new in enumerate((*key_codec.encode(keys), *value_codec.encode(values)), start):
             planes[place] = self._appended(planes[place], new, forward)
         fetched = self._decoded(layer, forward.first, forward.width)
-        forward.fetched[layer] = fetched[0]
+        forward.fetched[layer] = fetched
         return fetched
 
     def commit(self) -> None:
@@ -236,13 +237,23 @@ class PackedRows:
             raise ValueError("this layer holds nothing yet")
         return planes[: middle - start], planes[middle - start :]
 
+    def shown(self, layer: int) -> tuple[Sequence[mx.array], Sequence[mx.array]]:
+        """The same, cut to the columns that are read: those that `mask` is about."""
+        first, width = self._read_columns(self._at[2 * layer])
+        return self._cut(layer, first, width)
+
     def live(self, layer: int) -> tuple[mx.array, mx.array]:
-        """Keys and values of the columns in use, what the open forward has written to this layer included."""
+        """Keys and values of the columns that are read, what the open forward has written to this layer
+        included."""
         first, width = self._read_columns(self._at[2 * layer])
         return self._decoded(layer, first, width)
 
+    def _cut(self, layer: int, first: int, width: int) -> tuple[list[mx.array], list[mx.array]]:
+        keys, values = self.stored(layer)
+        return [plane[:, :, first:width] for plane in keys], [plane[:, :, first:width] for plane in values]
+
     def _decoded(self, layer: int, first: int, width: int) -> tuple[mx.array, mx.array]:
-        keys, values = ([plane[:, :, first:width] for plane in planes] for planes in self.stored(layer))
+        keys, values = self._cut(layer, first, width)
         key_codec, value_codec = self.codecs[layer]
         return key_codec.decode(keys), value_codec.decode(values)
 
@@ -267,9 +278,15 @@ class PackedRows:
         layout, first = self._view()
         return layout.forgotten[0] + first
 
-    def is_ours(self, layer: int, keys: mx.array) -> bool:
-        """`keys` are what this forward gave the layer's model, untouched."""
-        return self._open().fetched.get(layer) is keys
+    def is_ours(self, layer: int, keys: mx.array, values: mx.array) -> bool:
+        """Both are what this forward gave the layer's model, untouched."""
+        given = self._forward.fetched.get(layer) if self._forward is not None else None
+        return given is not None and given[0] is keys and given[1] is values
+
+    def next_token(self, layer: int) -> tuple[Sequence[mx.array], Sequence[mx.array], mx.array]:
+        """`shown`, and which of these columns each row's next token would see: bool [B, 1, 1, S]."""
+        self._refuse_inside_forward()
+        return *self.shown(layer), next_mask(self.layout, self.reach, self._first(self.layout))
 
     def is_dense(self, layer: int) -> bool:
         return self.codecs[layer] == DENSE

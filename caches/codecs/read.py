@@ -9,7 +9,7 @@ import mlx.core as mx
 from stateroom.caches.codecs.codec import Codec
 from stateroom.caches.codecs.turbo import Turbo
 from stateroom.kernels import kv4_set
-from stateroom.kernels.dispatch import packed_attention
+from stateroom.kernels.dispatch import masked_attention, packed_attention
 from stateroom.kernels.join_segments.reference import Attended
 from stateroom.kernels.spans import Spans
 
@@ -50,4 +50,23 @@ def read(
         output, lse = kv4_set.attend(given, keys, values, spans, scale, clean=clean)
     else:
         output, lse = packed_attention(given, keys, values, spans, scale, window, clean)
+    return Attended(value_codec.turned_back(output).astype(queries.dtype), lse)
+
+
+def read_masked(
+    queries: mx.array,
+    key_codec: Codec,
+    key_planes: Sequence[mx.array],
+    value_codec: Codec,
+    value_planes: Sequence[mx.array],
+    mask: mx.array,
+    scale: float,
+    clean: bool = False,
+) -> Attended:
+    """`kernels.dispatch.masked_attention` over planes: as `read`, but each query sees the columns where
+    `mask`, bool [B or 1, 1, N, S], is true."""
+    turned = isinstance(key_codec, Turbo) or isinstance(value_codec, Turbo)
+    given = key_codec.turned(queries.astype(mx.float32) if turned else queries)
+    keys, values = key_codec.stored(key_planes), value_codec.stored(value_planes)
+    output, lse = masked_attention(given, keys, values, mask, scale, clean)
     return Attended(value_codec.turned_back(output).astype(queries.dtype), lse)
