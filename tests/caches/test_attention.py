@@ -15,7 +15,7 @@ from tests.caches.models import tiny
 from tests.kernels.oracle import attend
 
 from stateroom.caches import attention
-from stateroom.caches.layers import FullLayer
+from stateroom.caches.layers.attention_layer import AttentionLayer
 from stateroom.caches.rows import PackedRows
 from stateroom.caches.session import SessionCache
 from stateroom.kernels import dispatch
@@ -38,7 +38,7 @@ class Attended:
         self.values = [drawn(self.random, HKV, n, DV) for n in lengths]
         alone = []
         for keys, values in zip(self.keys, self.values, strict=True):
-            row = PackedRows(1)
+            row = PackedRows.dense(1)
             if keys.shape[1]:
                 row.begin(keys.shape[1])
                 row.write(0, mx.array(keys[None]), mx.array(values[None]))
@@ -68,7 +68,7 @@ class Attended:
             drawn(self.random, b, HKV, n, D),
             drawn(self.random, b, HKV, n, DV),
         )
-        layer = FullLayer(self.rows, 0)
+        layer = AttentionLayer(self.rows, 0)
         self.rows.begin(n)
         mask = layer.make_mask(n)
         k, v = layer.update_and_fetch(mx.array(keys), mx.array(values))
@@ -135,7 +135,7 @@ def test_masks_past_sixteen_bits_of_columns(length: int, n: int) -> None:
     random = np.random.default_rng(length)
     alone = []
     for tokens in (length, 100):
-        row = PackedRows(1)
+        row = PackedRows.dense(1)
         row.begin(tokens)
         row.write(0, mx.array(drawn(random, 1, 1, tokens, 3)), mx.array(drawn(random, 1, 1, tokens, 3)))
         row.commit()
@@ -145,7 +145,7 @@ def test_masks_past_sixteen_bits_of_columns(length: int, n: int) -> None:
     queries = mx.array(drawn(random, 2, 2, n, 3))
 
     def read(rows: PackedRows, which: slice) -> np.ndarray:
-        layer = FullLayer(rows, 0)
+        layer = AttentionLayer(rows, 0)
         rows.begin(n)
         mask = layer.make_mask(n)
         keys, values = layer.update_and_fetch(new[0][which], new[1][which])
@@ -167,7 +167,7 @@ def test_install_replaces_the_name_once_and_serves_our_layers_only(monkeypatch: 
     assert base.scaled_dot_product_attention is attention.original
     q, k, v = (mx.random.normal((1, heads, 5, 8)) for heads in (4, 2, 2))
     cache = QuantizedKVCache(group_size=32, bits=8)
-    reads = [(None, None), (None, mx.zeros(4)), (FullLayer(PackedRows(1), 0), mx.ones(4))]
+    reads = [(None, None), (None, mx.zeros(4)), (AttentionLayer(PackedRows.dense(1), 0), mx.ones(4))]
     for theirs, sinks in reads:
         got = attention.scaled_dot_product_attention(q, k, v, theirs, 0.5, "causal", sinks=sinks)
         want = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.5, mask="causal", sinks=sinks)
