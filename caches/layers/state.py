@@ -25,7 +25,7 @@ class StateLayer(ArraysCache):  # type: ignore[misc]  # models ask isinstance(ca
         self.cache = arrays
 
     def advance(self, n: int) -> None:
-        """Nothing: `lengths` are counted when the forward is done, and then of all layers.
+        """Nothing: `lengths` are told when a forward begins, to all layers.
 
         mlx-lm subtracts in place, from an array that others may hold too.
         """
@@ -59,19 +59,33 @@ class StateRows:
         if self._forward is not None:
             raise RuntimeError("a forward is open already")
         self._forward, self._before = n, self._remembered()
+        self._tell_lengths()
 
     def commit(self) -> None:
         if self._forward is None:
             raise RuntimeError("no forward is open")
         self.offset = tuple(offset + self._forward for offset in self.offset)
-        self._forward, self._before = None, []
-        self._tell_lengths()
+        self._ended()
 
     def rollback(self) -> None:
         if self._forward is None:
             raise RuntimeError("no forward is open")
         self._put_back(self._before)
+        self._ended()
+
+    def _ended(self) -> None:
         self._forward, self._before = None, []
+        self._tell_lengths()
+
+    def _tell_lengths(self) -> None:
+        """What models read in a ragged forward: how many of its tokens are real, in each row."""
+        lengths = None
+        if self._ragged is not None and self._forward is not None:
+            # mlx-lm's scans read past the tokens of a forward for more, and take one too many for 0.
+            left = (end - at for end, at in zip(self._ragged.ends, self.offset, strict=True))
+            lengths = mx.array([min(n, self._forward) if n > 0 else -1 for n in left], dtype=mx.int32)
+        for layer in self.layers:
+            layer.lengths = lengths
 
     def advance(self, arrays: Sequence[mx.array], n: int) -> None:
         """Takes states that have seen `n` more tokens of every row, elsewhere."""
@@ -150,7 +164,6 @@ class StateRows:
                 [kept(arrays) for arrays in self._round[1]],
             )
         made._ragged = None if self._ragged is None else self._ragged.filter(keep)
-        made._tell_lengths()
         return made
 
     def forget_unseen(self) -> None:
@@ -173,7 +186,6 @@ class StateRows:
         made = type(self)([len(layer.cache) for layer in self.layers], len(self.offset))
         made._put_back(self._remembered())
         made.offset, made._round, made._ragged = self.offset, self._round, self._ragged
-        made._tell_lengths()
         return made
 
     @classmethod
@@ -232,23 +244,16 @@ class StateRows:
     def prepare_prefill(self, lengths: Sequence[int]) -> None:
         """Opens a ragged prefill: of what is fed, only the first `lengths[row]` tokens are real."""
         self._refuse_unfinished()
-        self._ragged = Ragged.of(self.offset, lengths)
-        self._tell_lengths()
+        ragged = Ragged.of(self.offset, lengths)
+        if 0 in ragged.ends:
+            raise ValueError("a recurrent state that has seen no token is none: each prompt needs one")
+        self._ragged = ragged
 
     def finalize_prefill(self) -> None:
         if self._ragged is None:
             raise RuntimeError("no ragged prefill is open")
         self._ragged.check_fed(self.offset)
         self.offset, self._ragged = self._ragged.ends, None
-        self._tell_lengths()
-
-    def _tell_lengths(self) -> None:
-        """What models read of a ragged prefill: how many of the tokens to come are real, in each row."""
-        left = None
-        if self._ragged is not None:
-            left = mx.array([end - at for end, at in zip(self._ragged.ends, self.offset, strict=True)])
-        for layer in self.layers:
-            layer.lengths = left
 
     def _refuse_unfinished(self) -> None:
         if self._forward is not None:
