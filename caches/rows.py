@@ -528,6 +528,10 @@ class PackedRows:
         self._round = None
 
     @property
+    def in_round(self) -> bool:
+        return self._round is not None
+
+    @property
     def round_offsets(self) -> tuple[int, ...]:
         """Where the rows ended when the open round began."""
         return self._round_open()

@@ -21,18 +21,20 @@ from stateroom.caches.reach import FULL, Window
 from stateroom.caches.rows import FORGET_MIN, TRIM_BACK, PackedRows
 
 Model = Callable[..., mx.array]
+Kept = tuple[Blueprint | None, list[Store], tuple[int, ...]]  # a session as it was, see `SessionCache._kept`
 
 
 class SessionCache:
     """The keys, values and states of `rows` sessions of one model."""
 
-    __slots__ = ("_dense", "_offsets", "blueprint", "layers", "stores")
+    __slots__ = ("_dense", "_offsets", "_unquantised", "blueprint", "layers", "stores")
 
     def __init__(
         self, blueprint: Blueprint, stores: Sequence[Store], offsets: tuple[int, ...] = (0,)
     ) -> None:
         self.blueprint = blueprint
         self._dense: Blueprint | None = None  # until the rows are quantised, later than from the first token
+        self._unquantised: Kept | None = None  # what they were then, while a round of that time is open
         self._offsets = offsets
         self._hold(stores)
 
@@ -189,18 +191,21 @@ class SessionCache:
         """Re-codes the rows to their scheme, now."""
         if self._dense is None:
             return
+        kept = self._kept()
         stores = [
             store.recoded(self.blueprint.attention[store.reach]) if isinstance(store, PackedRows) else store
             for store in self.stores
         ]
+        self._unquantised = kept if any(store.in_round for store in self.stores) else None
         self._dense = None
         self._hold(stores)
 
-    def _kept(self) -> tuple[Blueprint | None, list[Store], tuple[int, ...]]:
+    def _kept(self) -> Kept:
         return self._dense, [store.sharing() for store in self.stores], self._offsets
 
-    def _restore(self, kept: tuple[Blueprint | None, list[Store], tuple[int, ...]]) -> None:
+    def _restore(self, kept: Kept) -> None:
         self._dense, stores, self._offsets = kept
+        self._unquantised = None
         self._hold(stores)
 
     # ------------------------------------------------------------ trim
@@ -263,8 +268,7 @@ class SessionCache:
             if part is None:
                 new.trim(0, self._offsets[0] - checkpoint.length)
             restored.append(new)
-        self._offsets = (checkpoint.length,)
-        self._hold(restored)
+        self._restore((self._dense, restored, (checkpoint.length,)))
 
     def _checkpoint_signature(self) -> Hashable:
         return (self.blueprint.signature, self._dense is not None)
@@ -337,15 +341,23 @@ class SessionCache:
     def spec_round_commit(self) -> None:
         """Keeps all of the round."""
         self._stage(lambda store: store.spec_round_commit())
+        self._unquantised = None
 
     def spec_round_rollback(self, keep: Sequence[int]) -> None:
         """Row i keeps the first `keep[i]` tokens of the round.
 
         A recurrent state keeps all of them or none: `CannotTrim` with anything else, and nothing changes.
+        Rows that were quantised in the round are dense again when they go back to before that.
         """
         before = self.stores[0].round_offsets
-        self._stage(lambda store: store.spec_round_rollback(keep))
-        self._offsets = tuple(offset + n for offset, n in zip(before, keep, strict=True))
+        after = tuple(offset + n for offset, n in zip(before, keep, strict=True))
+        stores, dense = self.stores, self._dense
+        if self._unquantised is not None and min(after) <= self.blueprint.scheme.quantise_after:
+            dense, stores, _ = self._unquantised
+        changed = [store.sharing() for store in stores]
+        for store in changed:
+            store.spec_round_rollback(keep)
+        self._restore((dense, changed, after))
 
     def prepare_prefill(self, lengths: Sequence[int]) -> None:
         """Opens a prefill of prompts of different lengths, padded at the right to the longest of them."""

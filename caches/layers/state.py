@@ -229,6 +229,10 @@ class StateRows:
         self._round = None
 
     @property
+    def in_round(self) -> bool:
+        return self._round is not None
+
+    @property
     def round_offsets(self) -> tuple[int, ...]:
         return self._round_open()[0]
 

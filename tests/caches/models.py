@@ -109,6 +109,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
+# With heads that can be quantised.
+_WIDE = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "partial_rotary_factor": 0.5}
+QUANTISABLE: dict[str, dict[str, Any]] = {
+    f"{name}_64": {"model_type": name} | ARCHITECTURES[name] | _WIDE
+    for name in ("llama", "llama_windows", "gemma3_text", "gpt_oss", "llama4", "qwen3_next")
+}
+
 OTHERS: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {
         "n_embd": 40,
@@ -122,9 +129,9 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def tiny(name: str) -> Any:
-    config = {"model_type": name} | _BASE | (ARCHITECTURES | OTHERS)[name]
-    if name == "llama4":
-        config = {"model_type": name, "text_config": config}
+    config = {"model_type": name} | _BASE | (ARCHITECTURES | QUANTISABLE | OTHERS)[name]
+    if config["model_type"] == "llama4":
+        config = {"model_type": "llama4", "text_config": config}
     model_class, arguments = utils._get_classes(config)
     model = model_class(arguments.from_dict(config))
     model.eval()
