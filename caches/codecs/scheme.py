@@ -71,7 +71,7 @@ def codecs_for(scheme: Scheme, key_width: int, value_width: int, dtype: mx.Dtype
 
 
 def _codec(scheme: Scheme, what: str, width: int, turbo_bits: int, dtype: mx.Dtype) -> Codec:
-    if scheme.name == "dense":
+    if scheme.name == "dense" or not width:  # some layers store keys only
         return Dense()
     if scheme.name == "turbo":
         if width not in WIDTHS:

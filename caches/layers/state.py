@@ -210,15 +210,22 @@ class StateRows:
 
     def can_keep(self, keep: Sequence[int]) -> bool:
         """`spec_round_rollback(keep)` would be exact: of each row all of the round stays, or nothing."""
-        before = self._round_open()[0]
-        return all(n in (0, now - then) for n, now, then in zip(keep, self.offset, before, strict=True))
+        before, arrays = self._round_open()
+        stays = [now - then == n for n, now, then in zip(keep, self.offset, before, strict=True)]
+        back = [n == 0 for n in keep]
+        if all(stays) or all(back):
+            return True
+        # A state that was not there yet, or was of another shape, can't stand beside what it became.
+        now_shapes = [_shape(array) for layer in self.layers for array in layer.cache]
+        alike = now_shapes == [_shape(array) for old in arrays for array in old]
+        return alike and all(stay or gone for stay, gone in zip(stays, back, strict=True))
 
     def spec_round_rollback(self, keep: Sequence[int]) -> None:
         self._refuse_unfinished()
         if not self.can_keep(keep):
             raise CannotTrim("a recurrent state keeps all of a round or nothing")
         before, arrays = self._round_open()
-        stays = mx.array([now - then == n for n, now, then in zip(keep, self.offset, before, strict=True)])
+        stays = [now - then == n for n, now, then in zip(keep, self.offset, before, strict=True)]
         self._put_back(
             [
                 [_chosen(stays, now, then) for now, then in zip(layer.cache, old, strict=True)]
@@ -284,10 +291,16 @@ def _stacked(entry: tuple[State, ...]) -> State:
     held = [array for array in entry if array is not None]
     if held and len(held) != len(entry):
         raise Mismatch("rows with and without a recurrent state")
+    if len({(array.shape[1:], array.dtype) for array in held}) > 1:
+        raise Mismatch("recurrent states of different shapes")
     return mx.concatenate(held) if held else None
 
 
-def _chosen(stays: mx.array, now: State, then: State) -> State:
-    if now is None or then is None:
-        return now if bool(stays.all()) else then
-    return mx.where(stays.reshape(-1, *[1] * (now.ndim - 1)), now, then)
+def _chosen(stays: list[bool], now: State, then: State) -> State:
+    if now is None or then is None or len(set(stays)) < 2:
+        return now if all(stays) else then
+    return mx.where(mx.array(stays).reshape(-1, *[1] * (now.ndim - 1)), now, then)
+
+
+def _shape(array: State) -> tuple[int, ...] | None:
+    return None if array is None else array.shape

@@ -20,6 +20,7 @@ import mlx.core as mx
 from stateroom.caches import attention
 from stateroom.caches.checkpoints import Trail
 from stateroom.caches.errors import UnknownKind
+from stateroom.caches.probe import pieces_agree
 from stateroom.caches.session import SessionCache
 from stateroom.client.errors import Internal, Numeric, StateroomError
 from stateroom.client.limits import BATCH_MAX
@@ -107,6 +108,12 @@ class Engine:
         if mx.default_device().type == mx.DeviceType.cpu:
             use_pieces(self.loaded.model)
         try:
+            if not pieces_agree(self.loaded.model):
+                raise ModelError(
+                    f"The model {self.loaded.id} can't be served: a prompt fed in pieces doesn't give what "
+                    "it gives whole.",
+                    permanent=True,
+                )
             self.schemes = Schemes(self.loaded.model)
         except UnknownKind as error:
             raise ModelError(

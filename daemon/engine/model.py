@@ -190,7 +190,8 @@ def _load_directory(path: Path) -> tuple[nn.Module, Tokenizer, dict[str, Any]]:
         wrapper = mlx_lm.utils.load_tokenizer(path, no_code, eos_token_ids=config.get("eos_token_id"))
     except ModelError:
         raise
-    except Exception as error:  # whatever a broken directory makes mlx-lm or transformers raise
+    # Whatever a broken directory makes mlx-lm or transformers raise; a module of mlx-lm may even call exit.
+    except (Exception, SystemExit) as error:
         raise ModelError(
             f"The model at {path} can't be loaded: {_one_line(error)}", permanent=True
         ) from error

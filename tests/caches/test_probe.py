@@ -17,7 +17,7 @@ from stateroom.caches.codecs.affine import Affine
 from stateroom.caches.codecs.codec import Codec
 from stateroom.caches.codecs.dense import Dense
 from stateroom.caches.codecs.turbo import Turbo
-from stateroom.caches.probe import prompts_agree, rows_agree, slices_decode
+from stateroom.caches.probe import pieces_agree, prompts_agree, rows_agree, slices_decode
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -96,3 +96,13 @@ decoded: list[mx.array] = []
 
 def test_planes_whose_slices_decode_to_something_else_are_found_out() -> None:
     assert not slices_decode(Fickle(8, 32, mx.float32), 64)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_supported_models_take_prompts_in_pieces(architecture: str) -> None:
+    assert pieces_agree(tiny(architecture))
+
+
+def test_a_model_whose_pieces_differ_is_found_out() -> None:
+    """mlx-lm's phi3small adds its boolean mask to the scores: a piece sees what comes after it."""
+    assert not pieces_agree(make("phi3small"))

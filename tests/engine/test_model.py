@@ -340,3 +340,11 @@ def test_the_blas_in_use_is_named() -> None:
     found = sorted(Path("/usr/lib").glob("*-linux-gnu/openblas-pthread/libblas.so.3"))
     if found:
         assert run(code, PATH="/usr/bin", LD_PRELOAD=str(found[0])) == "openblas\n"
+
+
+def test_a_module_that_calls_exit_is_an_error_like_any_other(tmp_path: Path) -> None:
+    """mlx-lm's olmo does, where a package that it needs is missing."""
+    folder = write_tiny_model(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "olmo"}))
+    assert str(folder) in refusal(folder)

@@ -11,7 +11,7 @@ from tests.engine.harness import PROMPT, Bench
 from tests.tiny import CONTEXT, make_tiny_model
 
 from stateroom.client import protocol as p
-from stateroom.daemon.engine import kv
+from stateroom.daemon.engine import engine, kv
 from stateroom.daemon.engine.problem import ModelError
 
 LONG = "word " * 1_500_000
@@ -204,3 +204,11 @@ def test_a_scheme_that_this_build_of_mlx_gets_wrong_is_refused(monkeypatch: pyte
     assert not bench.engine.sessions
     monkeypatch.undo()
     bench.check_law(bench.open(PROMPT, kv=p.KV(scheme="affine8")))
+
+
+def test_a_model_whose_pieces_differ_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that is kept of it could be right."""
+    monkeypatch.setattr(engine, "pieces_agree", lambda model: False)
+    with pytest.raises(ModelError, match="in pieces") as refused:
+        Bench(make_tiny_model())
+    assert refused.value.permanent
