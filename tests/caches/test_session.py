@@ -1,13 +1,11 @@
 """Sessions of real tiny models: whatever is done to their rows, logits are those of a fresh session.
 
-The tokens of every row are kept beside it; after each forward the last logits are compared with one
-forward over all tokens in a session of its own (teacher-forced: B05, B14, B26, B30, B32).
+The tokens of every row are kept beside it; after each forward the logits are compared with one forward over
+all tokens in a session of its own, of the same scheme (teacher-forced: B05, B14, B26, B30, B32).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -16,68 +14,51 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from tests.caches.models import ARCHITECTURES, VOCAB, tiny
+from tests.caches.models import ARCHITECTURES, QUANTISABLE, VOCAB
+from tests.caches.sessions import Rows, assert_same, drawn, fresh_logits, model_of
 
-from stateroom.caches.attention import install
+from stateroom.caches.checkpoints import Checkpoint
+from stateroom.caches.codecs.scheme import Scheme
 from stateroom.caches.errors import CannotTrim
 from stateroom.caches.session import SessionCache
 
-RELATIVE = 1e-4  # of the largest logit, float32
-
-
-@cache
-def model_of(architecture: str) -> Any:
-    model = tiny(architecture)
-    install(model)
-    return model
-
-
-def fresh_logits(model: Any, tokens: list[int]) -> np.ndarray:
-    return np.array(SessionCache.create(model).forward(model, mx.array([tokens]))[0, -1])
-
-
-def assert_same(got: np.ndarray, want: np.ndarray) -> None:
-    assert np.isfinite(got).all()
-    assert np.abs(got - want).max() <= RELATIVE * np.abs(want).max()
-
-
-@dataclass
-class Group:
-    cache: SessionCache
-    tokens: list[list[int]]  # of each row
+GROUPS_MAX = 4
+ROWS_MAX = 5
+LENGTH_MAX = 70
 
 
 class Sessions(RuleBasedStateMachine):
     """Random operations on a few groups of rows."""
 
     architecture = "llama"
+    scheme: Scheme | None = None
 
     @initialize(lengths=st.lists(st.integers(1, 20), min_size=2, max_size=4), seed=st.integers(0, 99))
     def start(self, lengths: list[int], seed: int) -> None:
         self.model = model_of(self.architecture)
         self.random = np.random.default_rng(seed)
-        self.groups = [Group(SessionCache.create(self.model), [[]]) for _ in lengths]
-        for group, length in zip(self.groups, lengths, strict=True):
-            self.feed(group, length)
+        self.groups = [self.fresh(drawn(self.random, length)) for length in lengths]
+        self.checkpoints: list[tuple[Checkpoint, list[int]]] = []
 
-    def feed(self, group: Group, n: int) -> None:
-        new = self.random.integers(0, VOCAB, (len(group.tokens), n))
-        logits = group.cache.forward(self.model, mx.array(new))
-        mx.eval(logits, group.cache.arrays())
-        for row, tokens in enumerate(group.tokens):
-            tokens.extend(map(int, new[row]))
-            assert_same(np.array(logits[row, -1]), fresh_logits(self.model, tokens))
-        assert group.cache.offsets == tuple(map(len, group.tokens))
+    def fresh(self, tokens: list[int]) -> Rows:
+        rows = Rows(self.model, SessionCache.create(self.model, self.scheme), [[]], self.scheme)
+        rows.feed([tokens])
+        return rows
 
-    def group(self, data: st.DataObject) -> Group:
+    def add(self, *rows: Rows) -> None:
+        self.groups = [*self.groups, *rows][-GROUPS_MAX:]
+
+    def group(self, data: st.DataObject) -> Rows:
         return self.groups[data.draw(st.integers(0, len(self.groups) - 1), "group")]
 
-    def row(self, data: st.DataObject, group: Group) -> int:
+    def row(self, data: st.DataObject, group: Rows) -> int:
         return data.draw(st.integers(0, len(group.tokens) - 1), "row")
 
-    @rule(data=st.data(), n=st.sampled_from([1, 1, 1, 2, 5]))
+    @rule(data=st.data(), n=st.sampled_from([1, 1, 1, 2, 5, 30]))
     def forward(self, data: st.DataObject, n: int) -> None:
-        self.feed(self.group(data), n)
+        group = self.group(data)
+        if max(map(len, group.tokens)) + n <= LENGTH_MAX:
+            group.feed([drawn(self.random, n) for _ in group.tokens])
 
     @precondition(lambda self: len(self.groups) > 1 and self.groups[0].cache.batchable)
     @rule(data=st.data())
@@ -88,57 +69,94 @@ class Sessions(RuleBasedStateMachine):
             return
         some = [first, *data.draw(st.lists(st.sampled_from(others), min_size=1, max_size=2, unique_by=id))]
         some = data.draw(st.permutations(some))
-        merged = SessionCache.merge_rows([g.cache for g in some])
         tokens = [list(row) for g in some for row in g.tokens]
-        if data.draw(st.booleans(), "sources stay"):
-            self.groups = [*self.groups, Group(merged, tokens)][-4:]
-        else:
-            self.groups = [g for g in self.groups if all(g is not s for s in some)] + [Group(merged, tokens)]
+        if len(tokens) > ROWS_MAX:
+            return
+        merged = Rows(self.model, SessionCache.merge_rows([g.cache for g in some]), tokens, self.scheme)
+        if not data.draw(st.booleans(), "sources stay"):
+            self.groups = [g for g in self.groups if all(g is not s for s in some)]
+        self.add(merged)
 
     @rule(data=st.data())
     def extract(self, data: st.DataObject) -> None:
         group = self.group(data)
         row = self.row(data, group)
-        alone = Group(group.cache.extract_row(row), [list(group.tokens[row])])
+        alone = Rows(self.model, group.cache.extract_row(row), [list(group.tokens[row])], self.scheme)
         if len(group.tokens) > 1:
             keep = data.draw(st.permutations([i for i in range(len(group.tokens)) if i != row]), "keep")
             group.cache.filter_rows(keep)
             group.tokens = [group.tokens[i] for i in keep]
-        self.groups = [*self.groups, alone][-4:]
+        self.add(alone)
 
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         group = self.group(data)
         if len(group.tokens) == 1:
-            twin = Group(group.cache.fork(), [list(group.tokens[0])])
-            self.feed(twin, 1)
-            self.feed(group, 2)
-            self.groups = [*self.groups, twin][-4:]
+            twin = Rows(self.model, group.cache.fork(), [list(group.tokens[0])], self.scheme)
+            twin.feed([drawn(self.random, 1)])
+            group.feed([drawn(self.random, 2)])
+            self.add(twin)
 
-    @rule(data=st.data(), n=st.integers(0, 25))
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        self.group(data).cache.forget_unseen()
+
+    @rule(data=st.data(), n=st.integers(0, 45))
     def trim(self, data: st.DataObject, n: int) -> None:
         group = self.group(data)
         row = self.row(data, group)
-        held = len(group.tokens[row])
+        lengths = [len(tokens) for tokens in group.tokens]
         floor = group.cache.trim_floor(row)
-        assert group.cache.can_trim(row, n) == (held - n >= floor)
-        if held - n >= floor:
+        # To nothing a row without states can always go.
+        exact = lengths[row] - n >= floor or (n == lengths[row] and group.cache.speculative)
+        assert group.cache.can_trim(row, n) == (exact and n <= lengths[row])
+        if group.cache.can_trim(row, n):
             group.cache.trim(row, n)
-            group.tokens[row] = group.tokens[row][: held - n]
+            lengths[row] -= n
         else:
             with pytest.raises(CannotTrim):
                 group.cache.trim(row, n)
-        assert group.cache.offsets == tuple(map(len, group.tokens))
+        group.cut(lengths)
+
+    @rule(data=st.data(), n=st.integers(1, 4))
+    def round(self, data: st.DataObject, n: int) -> None:
+        """Each row keeps its own part of it, with states all or nothing."""
+        group = self.group(data)
+        before = [len(tokens) for tokens in group.tokens]
+        if max(before) + n > LENGTH_MAX:
+            return
+        group.cache.spec_round_begin()
+        group.feed([drawn(self.random, n) for _ in before])
+        kept = st.integers(0, n) if group.cache.speculative else st.sampled_from([0, n])
+        keep = [data.draw(kept, "keep") for _ in before]
+        group.cache.spec_round_rollback(keep)
+        group.cut([then + k for then, k in zip(before, keep, strict=True)])
+
+    @rule(data=st.data())
+    def leave_checkpoint(self, data: st.DataObject) -> None:
+        group = self.group(data)
+        row = self.row(data, group)
+        made = group.cache.checkpoint(row)
+        assert (made is not None) == group.cache.checkpointed
+        if made is not None:
+            self.checkpoints.append((made, list(group.tokens[row])))
+
+    @precondition(lambda self: self.checkpoints)
+    @rule(data=st.data())
+    def go_back(self, data: st.DataObject) -> None:
+        """Of sessions that share a checkpoint's tokens any can go back to it."""
+        made, tokens = data.draw(st.sampled_from(self.checkpoints), "checkpoint")
+        for group in self.groups:
+            if len(group.tokens) == 1 and group.tokens[0][: len(tokens)] == tokens:
+                assert group.cache.can_restore(made)
+                group.cache.restore(made)
+                group.cut([len(tokens)])
+                group.feed([drawn(self.random, 2)])
 
 
 def grown(model: Any, lengths: list[int], seed: int) -> SessionCache:
     random = np.random.default_rng(seed)
-    sessions = []
-    for length in lengths:
-        session = SessionCache.create(model)
-        mx.eval(session.forward(model, mx.array(random.integers(0, VOCAB, (1, length)))), session.arrays())
-        sessions.append(session)
-    return SessionCache.merge_rows(sessions)
+    return Rows.of(model, [drawn(random, length) for length in lengths]).cache
 
 
 BATCHABLE = [name for name in ARCHITECTURES if name != "llama4"]
@@ -174,7 +192,7 @@ def test_a_row_of_nan_stays_alone(architecture: str) -> None:
     for step in range(4):
         logits = group.forward(model, mx.array([[step], [30 + step]] if group.rows == 2 else [[30 + step]]))
         tokens.append(30 + step)
-        assert_same(np.array(logits[-1, -1]), fresh_logits(model, tokens))
+        assert_same(np.array(logits[-1, -1]), fresh_logits(model, tokens)[-1])
         if step < 2:
             assert np.isnan(np.array(logits[0])).all()
         if step == 1:
@@ -223,14 +241,18 @@ def test_several_tokens_at_once_on_wrapped_windows(architecture: str) -> None:
         logits = np.array(group.forward(model, mx.array(new)))
         for i, row in enumerate(tokens):
             row.extend(map(int, new[i]))
-            assert_same(logits[i, -1], fresh_logits(model, row))
+            assert_same(logits[i, -1], fresh_logits(model, row)[-1])
 
 
-def machine(name: str) -> Any:
-    case = type(f"Sessions_{name}", (Sessions,), {"architecture": name}).TestCase  # type: ignore[attr-defined]
-    case.settings = settings(max_examples=12, stateful_step_count=12, deadline=None)
+def machine(architecture: str, scheme: Scheme | None, examples: int) -> Any:
+    name = f"Sessions_{architecture}_{scheme.name if scheme else 'dense'}"
+    case = type(name, (Sessions,), {"architecture": architecture, "scheme": scheme}).TestCase  # type: ignore[attr-defined]
+    case.settings = settings(max_examples=examples, stateful_step_count=14, deadline=None)
     return case
 
 
 for _name in ARCHITECTURES:
-    globals()[f"Test_{_name}"] = machine(_name)
+    globals()[f"Test_{_name}"] = machine(_name, None, 8)
+for _name in QUANTISABLE:
+    for _scheme in (Scheme("affine8"), Scheme("affine4"), Scheme("turbo")):
+        globals()[f"Test_{_name}_{_scheme.name}"] = machine(_name, _scheme, 3)
