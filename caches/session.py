@@ -17,7 +17,7 @@ from stateroom.caches.codecs.scheme import Scheme
 from stateroom.caches.errors import CannotTrim, Mismatch
 from stateroom.caches.layers.state import StateRows
 from stateroom.caches.layout import capacity_for
-from stateroom.caches.reach import FULL, Window
+from stateroom.caches.reach import FULL, Full
 from stateroom.caches.rows import FORGET_MIN, TRIM_BACK, PackedRows
 
 Model = Callable[..., mx.array]
@@ -384,14 +384,18 @@ class SessionCache:
         states = sum(store.nbytes_live for store in self.stores if isinstance(store, StateRows))
         return states // max(self.rows, 1)
 
-    def projected_bytes(self, length: int) -> int:
-        """What a row of `length` tokens takes, at the most; the session must have been fed once."""
+    def projected_bytes(self, length: int, at_once: int = FORGET_MIN) -> int:
+        """What a row of `length` tokens takes, at the most; the session must have been fed once.
+
+        `at_once`: the most tokens of one forward. Windows hold all of them until they have been read.
+        """
         total = self.state_bytes if length else 0
         for store in self.stores:
             if isinstance(store, PackedRows):
                 columns = capacity_for(length)
-                if isinstance(store.reach, Window):
-                    columns = min(columns, capacity_for(store.reach.size + TRIM_BACK + 2 * FORGET_MIN))
+                if not isinstance(store.reach, Full):
+                    held = store.reach.size + TRIM_BACK + FORGET_MIN + at_once
+                    columns = min(columns, capacity_for(held))
                 total += columns * store.bytes_per_token
         return total
 

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 from tests.caches.content import Layer, feed, noise, packed
 from tests.caches.scripted import Scripted, fed
 from tests.caches.scripted import feed as feed_session
@@ -162,11 +162,19 @@ def test_twenty_thousand_steps_with_joins_and_leaves(tmp_path: Path) -> None:
     assert max(stores[0].layout.offset) < 25 * lives + 3
 
 
-def test_a_long_session_of_windows_is_flat() -> None:
-    """Steps and prompts in turn: what a window takes is what `projected_bytes` said, at any length."""
-    model = Scripted(lambda: RotatingKVCache(max_size=200), lambda: RotatingKVCache(max_size=100, keep=4))
+@pytest.mark.parametrize("at_once", [1, 64, 300])
+def test_a_session_takes_no_more_than_projected(at_once: int) -> None:
+    """Steps and prompts in turn: windows and chunks are flat at any length."""
+    model = Scripted(
+        KVCache,
+        lambda: RotatingKVCache(max_size=200),
+        lambda: RotatingKVCache(max_size=100, keep=4),
+        lambda: ChunkedKVCache(150),
+        lambda: ArraysCache(size=1),
+    )
     session = fed(model, range(1))
-    most = session.projected_bytes(10**6)
-    for step in range(400):
-        feed_session(model, session, [range(1 + step % 64)])
-        assert session.nbytes_capacity <= min(most, session.projected_bytes(session.offsets[0]))
+    far = session.projected_bytes(10**6, at_once) - session.projected_bytes(10**6 - CAPACITY_STEP, at_once)
+    assert far == CAPACITY_STEP * session.stores[0].bytes_per_token, "only full attention grows without end"
+    for step in range(100 if at_once == 300 else 400):
+        feed_session(model, session, [range(1 + 37 * step % at_once)])
+        assert session.nbytes_capacity <= session.projected_bytes(session.offsets[0], at_once)

@@ -206,7 +206,8 @@ def test_equal_lengths_decode_with_positions_of_their_own() -> None:
 
     def spying(inputs: mx.array, cache: list[Any]) -> mx.array:
         seen.append(cache[0].offset)
-        return model(inputs, cache=cache)
+        logits: mx.array = model(inputs, cache=cache)
+        return logits
 
     group = grown(model, [6, 6], 0)
     group.forward(spying, mx.array([[1], [2]]))
