@@ -28,6 +28,7 @@ from tests.caches.content import (
     noise,
     packed,
     raw,
+    with_padding,
 )
 
 from stateroom.caches.errors import Mismatch
@@ -191,6 +192,40 @@ def test_nothing_is_written_outside_of_a_forward() -> None:
             some.begin(n)
 
 
+@WINDOWS
+@pytest.mark.parametrize("keep", [[0, 1, 3], [3, 0, 0], 2, 0])
+def test_each_row_keeps_its_own_part_of_a_round(keep: int | list[int], reach: Reach) -> None:
+    """What the others drop is zeros again, also where the planes were full."""
+    for lengths in ([5, 253, 20], [4, 4, 4]):
+        twin = filled(lengths, reach)
+        twin.packed.spec_round_begin()
+        twin.append(2)
+        twin.append(1)
+        twin.packed.spec_round_rollback(keep)
+        kept = [keep] * 3 if isinstance(keep, int) else keep
+        twin.rows = [row.until(n + k) for row, n, k in zip(twin.rows, lengths, kept, strict=True)]
+        twin.check()
+        twin.append(1)
+        twin.check()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@WINDOWS
+def test_a_round_of_any_length_can_be_taken_back(reach: Reach, rows: int) -> None:
+    """Windows forget nothing that the rows would see again, however much was appended."""
+    twin = filled([100, 40][:rows], reach)
+    before = twin.lengths
+    twin.packed.spec_round_begin()
+    for n in (300, 1, 200):
+        twin.append(n)
+        twin.packed.forget_unseen()
+    twin.packed.spec_round_rollback(0)
+    twin.rows = [row.until(length) for row, length in zip(twin.rows, before, strict=True)]
+    twin.check()
+    twin.append(300)
+    twin.check()
+
+
 def test_a_round_is_opened_once_and_ends_once() -> None:
     rows = filled([4, 6]).packed
     for work in (rows.spec_round_commit, lambda: rows.spec_round_rollback(0), lambda: rows.round_offsets):
@@ -271,6 +306,16 @@ def test_rows_of_different_layers_are_not_merged(
         made.append(rows)
     with pytest.raises(Mismatch, match=why):
         PackedRows.merge_rows(made)
+
+
+def test_nan_before_a_lone_row_does_not_stay() -> None:
+    """Behind its end a lone row reads nothing, but what is before its start is read under a mask."""
+    twin = filled([5])
+    layout = Layout((3,), (5,))
+    twin.packed.restore_state([*with_padding(twin.rows, LAYERS, layout, FULL, 11)], layout)
+    twin.check()
+    group = Twin(LAYERS, PackedRows.merge_rows([twin.packed, filled([9]).packed]), [])
+    assert_zeros_outside(group.packed)
 
 
 @pytest.mark.parametrize("wrong", ["few planes", "rows", "narrow", "no planes", "uneven"])

@@ -182,6 +182,15 @@ class Surgery(RuleBasedStateMachine):
         twin.rows = [row.until(length) for row, length in zip(twin.rows, after, strict=True)]
         twin.round = None
 
+    @rule(twin=twins, data=st.data(), pieces=st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    def whole_round(self, twin: Twin, data: st.DataObject, pieces: list[int]) -> None:
+        if not twin.rows or twin.round is not None:
+            return
+        self.begin_round(twin)
+        for n in pieces:
+            twin.append(n)
+        self.roll_back(twin, data, data.draw(st.booleans(), "one number"))
+
     # ------------------------------------------------------------ ragged prompts
 
     @rule(twin=twins, data=st.data(), pieces=st.lists(st.integers(1, 4), min_size=1, max_size=3))
