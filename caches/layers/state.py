@@ -81,9 +81,9 @@ class StateRows:
         """What models read in a ragged forward: how many of its tokens are real, in each row."""
         lengths = None
         if self._ragged is not None and self._forward is not None:
-            # mlx-lm's scans read past the tokens of a forward for more, and take one too many for 0.
             left = (end - at for end, at in zip(self._ragged.ends, self.offset, strict=True))
-            lengths = mx.array([min(n, self._forward) if n > 0 else -1 for n in left], dtype=mx.int32)
+            # mlx-lm's scans would read past the forward's tokens; below 0 they keep the state.
+            lengths = mx.array([min(n, self._forward) for n in left], dtype=mx.int32)
         for layer in self.layers:
             layer.lengths = lengths
 

@@ -267,6 +267,26 @@ def test_a_ragged_prefill_ends_when_all_of_it_was_fed() -> None:
     assert [live(again, i) for i in range(2)] == [live(rows, i) for i in range(2)]
 
 
+@WINDOWS
+def test_a_long_prompt_beside_a_short_one(reach: Reach) -> None:
+    """The short one's padding passes for tokens until the end, but takes no real ones out of sight."""
+    twin = filled([40, 30, 2], reach)
+    lengths = [600, 1, 50]
+    twin.packed.prepare_prefill(lengths)
+    for start in range(0, 600, 200):
+        content = noise(np.random.default_rng(start), LAYERS, 3, 200)
+        feed(twin.packed, content)
+        new = encoded(LAYERS, content)
+        real = [min(max(length - start, 0), 200) for length in lengths]
+        twin.rows = [
+            row.and_then([plane[i, :, : real[i]] for plane in new]) for i, row in enumerate(twin.rows)
+        ]
+    twin.packed.finalize_prefill()
+    twin.check()
+    twin.append(300)
+    twin.check()
+
+
 @pytest.mark.parametrize("wrong", [(3, 2, 1, 5), (2, 1, 1, 5), (2, 2, 2, 5), (2, 2, 1, 4)])
 def test_an_append_of_another_shape_is_refused(wrong: tuple[int, ...]) -> None:
     """One head would broadcast over all of them in silence."""
