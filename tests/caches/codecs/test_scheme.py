@@ -7,7 +7,7 @@ import pytest
 
 from stateroom.caches.codecs.affine import Affine
 from stateroom.caches.codecs.dense import Dense
-from stateroom.caches.codecs.scheme import CannotQuantise, Scheme, codecs_for
+from stateroom.caches.codecs.scheme import CannotQuantise, Name, Scheme, codecs_for
 from stateroom.caches.codecs.turbo import Turbo
 
 
@@ -40,7 +40,6 @@ def test_turbo() -> None:
     ("scheme", "widths", "words"),
     [
         (Scheme("affine4"), (80, 64), "keys of width 80 can't be affine4; they can be dense"),
-        (Scheme("affine8"), (64, 0), "values of width 0 can't be affine8; they can be dense"),
         (
             Scheme("affine8", group_size=64),
             (64, 96),
@@ -79,3 +78,11 @@ def test_widths_that_do_not_suit(scheme: Scheme, widths: tuple[int, int], words:
 def test_what_is_no_scheme(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(CannotQuantise, match=words):
         Scheme(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["affine8", "affine4", "turbo"])
+def test_what_is_not_stored_is_dense(name: Name) -> None:
+    """Some layers keep keys only, and give values without fields."""
+    keys, values = codecs_for(Scheme(name), 64, 0, mx.float32)
+    assert values == Dense()
+    assert keys != Dense()
