@@ -15,6 +15,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
+
+settings.register_profile("stateroom", deadline=None)  # no test is timed
+settings.load_profile("stateroom")
 
 START_S = 60.0  # a CPU worker imports mlx and loads a tiny model in about 3 s on an idle machine
 STOP_S = 10.0  # the daemon promises to leave within 5
