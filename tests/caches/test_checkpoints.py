@@ -14,7 +14,6 @@ from tests.caches.content import raw
 from tests.caches.models import WINDOW
 from tests.caches.scripted import Scripted, fed, feed
 from tests.caches.sessions import Rows, drawn, model_of
-from tests.caches.tokens import QUICK
 
 from stateroom.caches.checkpoints import CHECKPOINTS_MAX, Checkpoint, Trail
 from stateroom.caches.codecs.scheme import Scheme
@@ -52,7 +51,6 @@ def missed(lengths: Sequence[int]) -> list[float]:
 # ------------------------------------------------------------ which are kept
 
 
-@QUICK
 @given(
     st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=14),
     st.integers(1, 5),
@@ -90,7 +88,6 @@ def test_what_is_near_the_end_costs_little(every: int) -> None:
     assert len(trail) == CHECKPOINTS_MAX
 
 
-@QUICK
 @given(st.lists(st.integers(0, 30), unique=True, max_size=8), st.integers(0, 31))
 def test_the_nearest_and_the_cut(lengths: list[int], length: int) -> None:
     trail = Trail([], count_max=8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.caches.tokens import FREE, QUICK, Columns, Row, held, layouts, reaches, visible
+from tests.caches.tokens import FREE, Columns, Row, held, layouts, reaches, visible
 
 from stateroom.caches.layout import CAPACITY_STEP, Layout, capacity_for
 from stateroom.caches.reach import FULL, Chunk, Reach, Window
@@ -14,7 +14,6 @@ REACHED = reaches().flatmap(lambda reach: st.tuples(st.just(reach), layouts(reac
 REACHED_ROW = reaches().flatmap(lambda reach: st.tuples(st.just(reach), layouts(reach, least_rows=1)))
 
 
-@QUICK
 @given(REACHED)
 def test_ends_and_width_count_columns(reached: tuple[Reach, Layout]) -> None:
     reach, layout = reached
@@ -26,7 +25,6 @@ def test_ends_and_width_count_columns(reached: tuple[Reach, Layout]) -> None:
     assert layout.level == (not any(row.pad for row in rows) and len({str(row) for row in rows}) <= 1)
 
 
-@QUICK
 @given(REACHED, st.integers(0, 600))
 def test_append(reached: tuple[Reach, Layout], n: int) -> None:
     reach, layout = reached
@@ -35,7 +33,6 @@ def test_append(reached: tuple[Reach, Layout], n: int) -> None:
     assert layout.append(n) == Columns(longer, reach).layout()
 
 
-@QUICK
 @given(REACHED_ROW, st.data())
 def test_a_row_is_trimmed_where_its_next_query_misses_nothing(
     reached: tuple[Reach, Layout], data: st.DataObject
@@ -61,7 +58,6 @@ def test_a_row_is_trimmed_where_its_next_query_misses_nothing(
     assert layout.trim(row, n, reach) == columns.layout()
 
 
-@QUICK
 @given(REACHED_ROW, st.data())
 def test_the_floor_is_the_shortest_length_behind_the_pinned_tokens(
     reached: tuple[Reach, Layout], data: st.DataObject
@@ -74,7 +70,6 @@ def test_the_floor_is_the_shortest_length_behind_the_pinned_tokens(
     assert can[: floor + 1] == [length <= reach.pinned or length == floor for length in range(floor + 1)]
 
 
-@QUICK
 @given(REACHED_ROW, st.data())
 def test_trim_refuses_what_a_row_does_not_hold(reached: tuple[Reach, Layout], data: st.DataObject) -> None:
     """X3: mlx-lm takes 5 from a row of 3 and leaves it at -2."""
@@ -86,7 +81,6 @@ def test_trim_refuses_what_a_row_does_not_hold(reached: tuple[Reach, Layout], da
         layout.trim(row, n, reach)
 
 
-@QUICK
 @given(REACHED, st.data())
 def test_what_no_query_will_see_can_be_cut_off(reached: tuple[Reach, Layout], data: st.DataObject) -> None:
     """`unseen` is a cut that takes nothing from any query at or behind the given lengths, and the largest."""
@@ -109,7 +103,6 @@ def test_what_no_query_will_see_can_be_cut_off(reached: tuple[Reach, Layout], da
         assert not exact(unseen + 1)
 
 
-@QUICK
 @given(REACHED, st.data())
 def test_forget(reached: tuple[Reach, Layout], data: st.DataObject) -> None:
     reach, layout = reached
@@ -117,7 +110,6 @@ def test_forget(reached: tuple[Reach, Layout], data: st.DataObject) -> None:
     assert layout.forget(cut) == Columns.of(layout, reach).without_front(cut).layout()
 
 
-@QUICK
 @given(REACHED_ROW, st.data())
 def test_the_first_column_seen(reached: tuple[Reach, Layout], data: st.DataObject) -> None:
     reach, layout = reached
@@ -136,7 +128,6 @@ def test_the_first_column_seen(reached: tuple[Reach, Layout], data: st.DataObjec
         assert first == min(there, default=len(columns))
 
 
-@QUICK
 @given(REACHED, st.data())
 def test_filter(reached: tuple[Reach, Layout], data: st.DataObject) -> None:
     reach, layout = reached
@@ -163,7 +154,6 @@ def test_rows_are_never_counted_from_the_end(row: int) -> None:
         Layout.empty(3).trim(row, 0)
 
 
-@QUICK
 @given(reaches().flatmap(lambda reach: st.tuples(st.just(reach), st.lists(layouts(reach), max_size=4))))
 def test_merge(reached: tuple[Reach, list[Layout]]) -> None:
     reach, layouts = reached
@@ -177,7 +167,6 @@ def test_merge(reached: tuple[Reach, list[Layout]]) -> None:
     assert shifts == tuple(width - layout.width for layout in layouts)
 
 
-@QUICK
 @given(st.integers(0, 10_000))
 def test_capacity_is_the_next_step(columns: int) -> None:
     capacity = capacity_for(columns)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.caches.tokens import FREE, QUICK, Columns, layouts, reaches, visible
+from tests.caches.tokens import FREE, Columns, layouts, reaches, visible
 
 from stateroom.caches.layers.attention_layer import AttentionLayer
 from stateroom.caches.layout import Layout
@@ -44,7 +44,6 @@ def spelled(mask: Mask, layout: Layout, n: int, first: int = 0) -> np.ndarray:
     return np.broadcast_to(np.array(mask)[:, 0], shape)
 
 
-@QUICK
 @given(REACHED, st.integers(1, 5), st.data())
 def test_a_query_sees_what_its_reach_shows_of_its_own_row(
     reached: tuple[Reach, Layout], n: int, data: st.DataObject
@@ -58,7 +57,6 @@ def test_a_query_sees_what_its_reach_shows_of_its_own_row(
     assert (spelled(boolean_mask(layout, n, reach, first), layout, n, first) == want[:, :, first:]).all()
 
 
-@QUICK
 @given(reaches(), st.integers(1, 3), st.integers(0, 40), st.integers(1, 5), st.data())
 def test_level_rows_need_no_array_until_something_is_hidden(
     reach: Reach, rows: int, held: int, n: int, data: st.DataObject

@@ -23,13 +23,14 @@ from stateroom.caches.rows import PackedRows
 from stateroom.caches.session import SessionCache
 
 HEADS, WIDTH = 3, 64
-PAGES = 20_000  # bytes by which mlx rounds up what it allocates for a few arrays
+PAGES = 60_000  # bytes by which mlx may round up what it allocates for a few arrays
 
 
 @pytest.fixture(autouse=True)
 def without_garbage_collection() -> Iterator[None]:
     gc.collect()
     gc.disable()
+    mx.clear_cache()  # what is taken from there may be larger than what was asked for
     yield
     gc.enable()
 
@@ -80,7 +81,7 @@ def test_what_a_trim_leaves_is_given_back(scheme: Scheme) -> None:
     for copy in copies:
         assert copy.nbytes_capacity == 100 * token
     del rows
-    assert mx.get_active_memory() - baseline == pytest.approx(200 * token, abs=2 * PAGES)
+    assert mx.get_active_memory() - baseline == pytest.approx(200 * token, abs=PAGES)
     del copies, copy
     assert mx.get_active_memory() == baseline
 
@@ -108,7 +109,7 @@ def test_memory_returns_when_sessions_go() -> None:
         full.noted = []
         # The group of one, the fork, and the window of the checkpoint.
         held = group.nbytes_capacity + fork.nbytes_capacity + checkpoint.nbytes
-        assert mx.get_active_memory() - baseline <= held + 2 * PAGES
+        assert mx.get_active_memory() - baseline <= held + PAGES
         assert held <= 2 * (capacity_for(length) + 3 * CAPACITY_STEP) * token + 1024 * token
         del group, fork, checkpoint
         state = fed(model, range(50))

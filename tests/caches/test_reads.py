@@ -156,7 +156,7 @@ def readings(draw: st.DrawFn, layer: Layer, reach: Reach) -> Reading:
 
 @pytest.mark.parametrize("reach", REACHES, ids=str)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.codecs[0].name)
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_named_reads(layer: Layer, reach: Reach, data: st.DataObject) -> None:
     """B03, B06, B14: several in turn, so that each reads what the others have stored."""

@@ -43,7 +43,7 @@ def live(session: SessionCache) -> list[bytes]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     length=st.sampled_from([AFTER - 1, AFTER, AFTER + 1, 50]),
     cuts=st.lists(st.integers(0, 50), max_size=4).map(sorted),

@@ -298,7 +298,7 @@ def check_donor(twin: Twin) -> None:
 def machine(reach: Reach) -> Any:
     name = f"Surgery_{reach.kind}_{reach.pinned}"
     case = type(name, (Surgery,), {"reach": reach}).TestCase  # type: ignore[attr-defined]
-    case.settings = settings(max_examples=40, stateful_step_count=16, deadline=None)
+    case.settings = settings(max_examples=18, stateful_step_count=16)
     return case
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from stateroom.caches.layout import Layout
 from stateroom.caches.reach import FULL, Chunk, Full, Reach, Window
 
 FREE = None
-QUICK = settings(deadline=None)  # for examples that take no time, on machines that are busy
 
 
 def visible(reach: Reach, position: int) -> set[int]:
