@@ -8,7 +8,8 @@ closer to each other near the end, where edits and rejected branches are.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from weakref import WeakSet
 
 from stateroom.caches.blueprint import Store
 
@@ -23,6 +24,7 @@ class Checkpoint:
     length: int
     signature: Hashable
     stores: tuple[Store | None, ...]
+    trails: WeakSet[Trail] = field(default_factory=WeakSet, repr=False)  # those that hold it
 
     @property
     def nbytes(self) -> int:
@@ -32,7 +34,7 @@ class Checkpoint:
 class Trail:
     """The checkpoints of one session, by length."""
 
-    __slots__ = ("_held", "bytes_max", "count_max")
+    __slots__ = ("__weakref__", "_held", "bytes_max", "count_max", "last")
 
     def __init__(
         self,
@@ -40,9 +42,18 @@ class Trail:
         count_max: int = CHECKPOINTS_MAX,
         bytes_max: int = CHECKPOINT_BYTES_MAX,
     ) -> None:
-        self._held = list(held)
+        self._held: list[Checkpoint] = []
         self.count_max = count_max
         self.bytes_max = bytes_max
+        self.last = 0  # the length at which one was last taken, or found too large
+        self._hold(held)
+
+    def _hold(self, held: Sequence[Checkpoint]) -> None:
+        for checkpoint in self._held:
+            checkpoint.trails.discard(self)
+        self._held = list(held)
+        for checkpoint in self._held:
+            checkpoint.trails.add(self)
 
     def __iter__(self) -> Iterator[Checkpoint]:
         return iter(self._held)
@@ -58,24 +69,19 @@ class Trail:
     def nbytes(self) -> int:
         return sum(checkpoint.nbytes for checkpoint in self._held)
 
+    @property
+    def shared_nbytes(self) -> int:
+        """Of that, what other trails hold too."""
+        return sum(checkpoint.nbytes for checkpoint in self._held if len(checkpoint.trails) > 1)
+
     def add(self, checkpoint: Checkpoint) -> None:
         """Takes one in, in place of another of the same length; then drops what the bounds don't allow."""
-        held = [other for other in self._held if other.length != checkpoint.length]
-        self._held = sorted([*held, checkpoint], key=lambda each: each.length)
-        while len(self._held) > self.count_max or (self._held and self.nbytes > self.bytes_max):
-            del self._held[self._least_missed()]
-
-    def _least_missed(self) -> int:
-        """The one whose loss adds the least to what must be computed again, for its distance from the end."""
-        lengths = self.lengths
-        end = lengths[-1]
-        if len(lengths) == 1:
-            return 0
-        # Going back to between a checkpoint and the next, without it, begins at the one before.
-        missed = [
-            (at - before) / (end - at + 1) for before, at in zip([0, *lengths[:-1]], lengths, strict=True)
-        ]
-        return missed.index(min(missed[:-1]))
+        self.last = checkpoint.length
+        others = [other for other in self._held if other.length != checkpoint.length]
+        held = sorted([*others, checkpoint], key=lambda each: each.length)
+        while len(held) > self.count_max or sum(each.nbytes for each in held) > self.bytes_max:
+            del held[_least_missed([each.length for each in held])]
+        self._hold(held)
 
     def nearest(self, length: int) -> Checkpoint | None:
         """The longest that isn't longer than `length`."""
@@ -85,8 +91,21 @@ class Trail:
 
     def cut(self, length: int) -> None:
         """Forgets those beyond `length`: the tokens there are no longer the session's."""
-        self._held = [each for each in self._held if each.length <= length]
+        self._hold([each for each in self._held if each.length <= length])
+        self.last = min(self.last, max(length, 0))
 
     def copy(self) -> Trail:
         """For a fork: the same checkpoints."""
-        return Trail(self._held, self.count_max, self.bytes_max)
+        twin = Trail(self._held, self.count_max, self.bytes_max)
+        twin.last = self.last
+        return twin
+
+
+def _least_missed(lengths: list[int]) -> int:
+    """The one whose loss adds the least to what must be computed again, for its distance from the end."""
+    if len(lengths) == 1:
+        return 0
+    end = lengths[-1]
+    # Going back to between a checkpoint and the next, without it, begins at the one before.
+    missed = [(at - before) / (end - at + 1) for before, at in zip([0, *lengths[:-1]], lengths, strict=True)]
+    return missed.index(min(missed[:-1]))

@@ -399,6 +399,21 @@ class SessionCache:
                 total += columns * store.bytes_per_token
         return total
 
+    def row_bytes(self, row: int) -> int:
+        """What the tokens and states of one row take."""
+        return sum(store.row_bytes(row) for store in self.stores)
+
+    def checkpoint_bytes(self, row: int) -> int:
+        """What a checkpoint of `row` would take, about."""
+        total = 0
+        for store in self.stores:
+            if not isinstance(store, PackedRows):
+                total += store.row_bytes(row)
+            elif not isinstance(store.reach, Full):
+                shown = store.reach.size + TRIM_BACK + FORGET_MIN
+                total += min(store.row_bytes(row), shown * store.bytes_per_token)
+        return total
+
     @property
     def nbytes_live(self) -> int:
         return sum(store.nbytes_live for store in self.stores)

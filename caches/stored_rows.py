@@ -412,6 +412,10 @@ class StoredRows:
     def nbytes_live(self) -> int:
         return self.bytes_per_token * sum(self.layout.held)
 
+    def row_bytes(self, row: int) -> int:
+        """What the tokens of one row take."""
+        return self.bytes_per_token * self.layout.held[row]
+
     @property
     def nbytes_capacity(self) -> int:
         """What the planes occupy."""

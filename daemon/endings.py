@@ -60,6 +60,7 @@ class Settlement:
                 child.trim_floor, child.checkpoints = session.trim_floor, list(session.checkpoints)
                 child.generation, child.resident = session.generation, session.resident
                 child.private_bytes = body.copied_bytes // len(ticket.children)
+                child.shared_bytes = body.shared_bytes
         return self._born(ticket.children, refused)
 
     def _born(self, sessions: list[Session], refused: bool) -> Told:

@@ -149,7 +149,14 @@ class Pulse:
     gauges: dict[str, float]
 
 
-FromWorker = Answer | Ready | Failed | Pulse
+@dataclass(frozen=True)
+class Journals:
+    """What changed in sessions without a request of their own."""
+
+    changes: list[Journal]
+
+
+FromWorker = Answer | Journals | Ready | Failed | Pulse
 
 
 # ---------------------------------------------------------------- frames
@@ -194,7 +201,7 @@ def encode_from_worker(message: FromWorker) -> bytes:
         if message.journal is not None:
             made["journal"] = to_wire(message.journal)
         return encode_map(made)
-    name = {Ready: "ready", Failed: "failed", Pulse: "pulse"}[type(message)]
+    name = {Journals: "journals", Ready: "ready", Failed: "failed", Pulse: "pulse"}[type(message)]
     return encode_map({"link": name, **to_wire(message)})
 
 
@@ -207,6 +214,8 @@ _BODIES: dict[str, type[Any]] = {
 def decode_from_worker(frame: bytes) -> FromWorker:
     wire = decode_map(frame)
     name = wire.get("link")
+    if name == "journals":
+        return from_wire(Journals, wire)
     if name == "ready":
         return from_wire(Ready, wire)
     if name == "failed":

@@ -29,6 +29,7 @@ from stateroom.daemon.link import (
     Answer,
     Failed,
     FromWorker,
+    Journals,
     Pulse,
     Ready,
     Stop,
@@ -50,6 +51,7 @@ class Listener(Protocol):
 
     def on_ready(self, engine: Engine) -> None: ...
     def on_answer(self, engine: Engine, answer: Answer) -> None: ...
+    def on_journals(self, engine: Engine, journals: Journals) -> None: ...
     def on_down(self, engine: Engine, generation: int, reason: str) -> None: ...
     def on_failed(self, engine: Engine, message: str) -> None: ...
     def on_silent(self, engine: Engine, silent_s: float) -> None: ...
@@ -228,6 +230,8 @@ class Engine:
         self.pulse_s, self.silent = supervisor.clock(), False
         if isinstance(message, Answer):
             supervisor.listener.on_answer(self, message)
+        elif isinstance(message, Journals):
+            supervisor.listener.on_journals(self, message)
         elif isinstance(message, Pulse):
             self.gauges = message.gauges
         elif isinstance(message, Ready):

@@ -30,7 +30,7 @@ from stateroom.client.protocol import Close as CloseRequest
 from stateroom.daemon.catalog import Catalog, Session
 from stateroom.daemon.endings import CLOSED, GONE, Settlement, abandoned, lost, streams, unstarted
 from stateroom.daemon.lifecycle import EngineState, RequestEvent, RequestState, SessionEvent, SessionState
-from stateroom.daemon.link import Adopt, Answer, CancelCommand, Command, Journal
+from stateroom.daemon.link import Adopt, Answer, CancelCommand, Command, Journal, Journals
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer
 from stateroom.daemon.supervisor import Engine, Supervisor
@@ -362,11 +362,8 @@ class Work:
                 self._send(ticket, engine)
 
     def on_answer(self, engine: Engine, answer: Answer) -> None:
-        change = answer.journal
-        if change is not None:
-            session = self._catalog.get(change.session)
-            if session is not None and session.generation == engine.generation:
-                self._journal(session, change)
+        if answer.journal is not None:
+            self._journal(engine, answer.journal)
         ticket = self._tickets.get(answer.rid)
         if ticket is None or ticket.generation != engine.generation:
             self._log.warning("answer to no request", model=engine.id, rid=answer.rid)
@@ -375,7 +372,14 @@ class Work:
         else:
             self._tickets.reply(ticket, answer.body)
 
-    def _journal(self, session: Session, change: Journal) -> None:
+    def on_journals(self, engine: Engine, journals: Journals) -> None:
+        for change in journals.changes:
+            self._journal(engine, change)
+
+    def _journal(self, engine: Engine, change: Journal) -> None:
+        session = self._catalog.get(change.session)
+        if session is None or session.generation != engine.generation:
+            return
         resident = session.resident
         session.journal(change)
         if session.resident is not resident and session.state is not SessionState.OPENING:

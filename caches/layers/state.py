@@ -280,6 +280,10 @@ class StateRows:
     def nbytes_live(self) -> int:
         return sum(a.size * a.dtype.size for a in self.arrays())
 
+    def row_bytes(self, row: int) -> int:
+        """What one row's states take, whichever row."""
+        return self.nbytes_live // max(len(self.offset), 1)
+
     nbytes_capacity = nbytes_live
 
     def arrays(self) -> list[mx.array]:

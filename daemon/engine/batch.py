@@ -90,17 +90,6 @@ class Batch:
         self.leave(due)
         return due
 
-    def mark(self, every: int) -> None:
-        """Leaves checkpoints of the rows whose last one is `every` tokens behind."""
-        if self.cache is None or not self.cache.checkpointed:
-            return
-        for row, (stream, length) in enumerate(zip(self.members, self.cache.offsets, strict=True)):
-            behind = length - max(stream.session.trail.lengths, default=0)
-            if behind >= every:
-                checkpoint = self.cache.checkpoint(row)
-                assert checkpoint is not None
-                stream.session.trail.add(checkpoint)
-
     def launch(self) -> None:
         """Starts the next step for those who may draw; the others' rows leave first."""
         self.leave([stream for stream in self.members if not stream.may_draw])

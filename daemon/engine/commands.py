@@ -16,18 +16,17 @@ from typing import Any
 import mlx.core as mx
 
 from stateroom.client import protocol as p
-from stateroom.client.errors import Busy, Capacity, Exists, Invalid, NotFound, TooLong, Unsupported
+from stateroom.client.errors import Busy, Exists, Invalid, NotFound, TooLong, Unsupported
 from stateroom.daemon.engine import inputs
 from stateroom.daemon.engine.engine import Engine, Work
 from stateroom.daemon.engine.fill import Fill
-from stateroom.daemon.engine.kv import Served
+from stateroom.daemon.engine.memory import STEP
 from stateroom.daemon.engine.sampling import check as check_sampling
 from stateroom.daemon.engine.score import Score
 from stateroom.daemon.engine.session import Change, Session, apply, common_prefix, plan
 from stateroom.daemon.engine.stream import Stream
 from stateroom.daemon.link import Adopt, CancelCommand, ChatTurn, Command
-
-RETRY_AFTER_S = 5.0  # told with `capacity`; sessions close or end in about that time
+from stateroom.daemon.scheduler import QUANTUM_MAX
 
 
 class Commands:
@@ -76,45 +75,6 @@ class Commands:
                 raise Busy("The session has another request running.", request=request.rid)
         return session
 
-    def _admit(self, served: Served, *growths: tuple[Session | None, int]) -> None:
-        """Refuses what would pass the KV budget: each session, all of one scheme, grows to that length."""
-        budget = self.engine.kv_budget_bytes
-        if budget is None:
-            return
-        needed = sum(self._growth(served, session, length) for session, length in growths)
-        free = budget - self.engine.kv_bytes - self._promised()
-        if needed > max(free, 0):  # checkpoints only save time
-            self.engine.drop_checkpoints(needed - free)
-            free = budget - self.engine.kv_bytes - self._promised()
-        if needed > max(free, 0):  # what takes nothing more is never refused
-            raise Capacity(
-                f"This needs {needed} bytes of KV and {max(free, 0)} are free; close sessions or try again.",
-                needed_bytes=needed,
-                free_bytes=max(free, 0),
-                retry_after_s=RETRY_AFTER_S,
-            )
-
-    def _growth(self, served: Served, session: Session | None, length: int) -> int:
-        """Bytes that a session (None: a new one) has still to take to hold so many tokens."""
-        held = self.engine.held_bytes(session) if session is not None else 0
-        return max(served.projected_bytes(length) - held, 0)
-
-    def _grown(self, session: Session, length: int) -> int:
-        return self._growth(session.served, session, length)
-
-    def _promised(self) -> int:
-        """Bytes that what was admitted earlier has still to take, at the most."""
-        promised = 0
-        for request in self.engine.requests.values():
-            if isinstance(request, Fill):
-                promised += self._grown(request.session, max(request.change.length, request.most))
-            elif isinstance(request, Score):
-                copied = request.session.length + len(request.continuation)
-                promised += self._growth(request.session.served, None, copied)
-            else:
-                promised += self._grown(request.session, request.most)
-        return promised
-
     # ------------------------------------------------------------ opening, content
 
     def _open(self, command: Command, request: p.Open) -> None:
@@ -124,7 +84,7 @@ class Commands:
         served = self.engine.schemes.of(request.kv)
         tokens = inputs.whole(self.loaded, request)
         inputs.check_length(len(tokens), self.loaded.context)
-        self._admit(served, (None, len(tokens)))
+        self.engine.memory.admit(served, (None, len(tokens)))
         session = Session(command.session, served, background=request.session_class == "background")
         self.engine.sessions[session.id] = session
         fill = Fill(
@@ -185,7 +145,7 @@ class Commands:
         progress: bool = False,
         whole_chat: bool = False,
     ) -> None:
-        self._admit(session.served, (session, change.length))
+        self.engine.memory.admit(session.served, (session, change.length))
 
         def then(fill: Fill) -> None:
             if messages and not (fill.cancelled and not fill.done):
@@ -253,7 +213,8 @@ class Commands:
             )
         check_sampling(request.sampling or p.Sampling(), self.loaded.vocab, request.stop_tokens)
         most = min(session.length + request.max_tokens, self.loaded.context)
-        self._admit(session.served, (session, most))
+        at_once = STEP if not session.missing else QUANTUM_MAX
+        self.engine.memory.admit(session.served, (session, most), at_once=at_once)
         received = self.engine.clock_ms()
         missing = session.missing
 
@@ -292,7 +253,7 @@ class Commands:
 
     def _fork(self, command: Command, request: p.Fork) -> None:
         session = self._idle_session(command)
-        self._admit(session.served, *((None, session.length) for _ in command.children))
+        self.engine.memory.admit(session.served, *((None, session.length) for _ in command.children))
         children = []
         for child_id in command.children:
             child = Session(
@@ -310,7 +271,7 @@ class Commands:
         result = p.ForkResult(
             sessions=[child.id for child in children],
             length=session.length,
-            shared_bytes=0,
+            shared_bytes=session.trail.nbytes,
             copied_bytes=sum(child.kv_bytes for child in children),
         )
         self.engine.answer(command.rid, result, self.engine.journal(session, session.length))
@@ -324,7 +285,7 @@ class Commands:
             tokens = self.loaded.tokenizer.encode(request.text or "", first=False)
         inputs.check_tokens(tokens, self.loaded.vocab)
         inputs.check_length(session.length + len(tokens), self.loaded.context)
-        self._admit(session.served, (None, session.length + len(tokens)))
+        self.engine.memory.admit(session.served, (None, session.length + len(tokens)))
         if not tokens:
             self.engine.answer(command.rid, p.ScoreResult(tokens=[], logprobs=[], total=0.0))
             return
@@ -361,7 +322,7 @@ class Commands:
 
     def _close(self, command: Command, request: p.Close) -> None:
         session = self._idle_session(command)
-        freed = session.kv_bytes + session.trail.nbytes
+        freed = session.kv_bytes + session.trail.nbytes - session.trail.shared_nbytes
         del self.engine.sessions[session.id]
         session.drop_kv()
         self.engine.answer(command.rid, p.CloseResult(freed_bytes=freed))

@@ -18,7 +18,6 @@ from typing import cast
 import mlx.core as mx
 
 from stateroom.caches import attention
-from stateroom.caches.checkpoints import Trail
 from stateroom.caches.errors import UnknownKind
 from stateroom.caches.probe import pieces_agree
 from stateroom.caches.session import SessionCache
@@ -28,14 +27,15 @@ from stateroom.client.protocol import Body, LengthResult, Receipt
 from stateroom.daemon.engine.batch import Batch, Flight
 from stateroom.daemon.engine.blas_threads import BlasThreads
 from stateroom.daemon.engine.cpu_linear import use_pieces
-from stateroom.daemon.engine.fill import CHECKPOINT_EVERY, Fill
+from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.kv import Schemes
+from stateroom.daemon.engine.memory import Memory
 from stateroom.daemon.engine.model import LoadedModel
 from stateroom.daemon.engine.problem import ModelError
 from stateroom.daemon.engine.score import Score
 from stateroom.daemon.engine.session import Session
 from stateroom.daemon.engine.stream import Stream
-from stateroom.daemon.link import Answer, Journal, bounded
+from stateroom.daemon.link import Answer, Journal, Journals, bounded
 from stateroom.daemon.scheduler import FillQueue, Pace
 
 Work = Fill | Score
@@ -56,7 +56,7 @@ class Engine:
     Args:
         loaded: the model with its tokenizer.
         clock_ms: monotonic milliseconds.
-        emit: takes every answer, in order; called on the engine's thread.
+        emit: takes every answer, and what else the broker should know, in order; on the engine's thread.
         report: takes an exception that is a bug, and gives the incident's name for the log.
         kv_budget_bytes: the most KV held at once; None: no limit.
         pace: sizes the prefill quanta.
@@ -68,7 +68,7 @@ class Engine:
         loaded: LoadedModel,
         *,
         clock_ms: Callable[[], float],
-        emit: Callable[[Answer], None],
+        emit: Callable[[Answer | Journals], None],
         report: Callable[[BaseException], str],
         kv_budget_bytes: int | None = None,
         pace: Pace | None = None,
@@ -79,7 +79,7 @@ class Engine:
         self.clock_ms = clock_ms
         self.emit = emit
         self.report = report
-        self.kv_budget_bytes = kv_budget_bytes
+        self.memory = Memory(self, kv_budget_bytes, self._checkpoints_dropped)
         self.pace = pace or Pace()
         self.blas = blas
         self.rows_max = rows_max
@@ -155,8 +155,9 @@ class Engine:
             session=session.id,
             keep=keep,
             tokens=session.tokens[keep:],
-            private_bytes=self.held_bytes(session) + session.trail.nbytes,
-            live_bytes=self.live_bytes(session),
+            private_bytes=self.memory.held_by(session) + session.trail.nbytes - session.trail.shared_nbytes,
+            shared_bytes=session.trail.shared_nbytes,
+            live_bytes=self.memory.live_in(session),
             resident=session.lent or session.stored > 0 or session.length <= 1,
             chat=chat,
             trim_floor=None if session.lent else session.trim_floor,
@@ -168,32 +169,10 @@ class Engine:
     @property
     def kv_bytes(self) -> int:
         """KV held on the device by all sessions and batches."""
-        batches = sum(batch.cache.nbytes_capacity for batch in self.batches if batch.cache is not None)
-        marks = {mark for session in self.sessions.values() for mark in session.trail}
-        rows = sum(session.kv_bytes for session in self.sessions.values())
-        return batches + rows + sum(mark.nbytes for mark in marks)
+        return self.memory.held_bytes
 
-    def drop_checkpoints(self, wanted_bytes: int) -> None:
-        """Frees that much, if there is as much, beginning with the oldest sessions."""
-        aim = self.kv_bytes - wanted_bytes
-        for session in self.sessions.values():
-            if session.trail.nbytes and self.kv_bytes > aim:
-                session.trail = Trail()
-
-    def held_bytes(self, session: Session) -> int:
-        """What a session's KV takes now, its share of a batch if its row is lent."""
-        if not session.lent:
-            return session.kv_bytes
-        for batch in self.batches:
-            if batch.cache is not None and any(stream.session is session for stream in batch.members):
-                return batch.cache.nbytes_capacity // batch.cache.rows
-        return 0
-
-    def live_bytes(self, session: Session) -> int:
-        """KV of a session's tokens, without spare capacity and padding."""
-        if not session.lent:
-            return session.live_bytes
-        return int(max(session.length - 1, 0) * session.served.caps.bytes_per_token)
+    def _checkpoints_dropped(self, sessions: list[Session]) -> None:
+        self.emit(Journals([self.journal(session, session.length) for session in sessions]))
 
     def step(self) -> bool:
         """One turn of the loop; False when nothing is left to do."""
@@ -329,7 +308,9 @@ class Engine:
             else:
                 self._finish_stream(stream)
         batch.landing = None
-        batch.mark(CHECKPOINT_EVERY)
+        if batch.cache is not None and batch.cache.checkpointed:
+            for row, stream in enumerate(batch.members):
+                self.memory.mark(stream.session, batch.cache, row)
 
     @staticmethod
     def without_numbers(session: Session) -> Numeric:
@@ -438,6 +419,8 @@ class Engine:
         try:
             mx.eval(quantum.arrays)
             work.landed(quantum.tokens, quantum.arrays)
+            if isinstance(work, Fill):
+                self._tidy(work)
         except Exception as error:
             self._work_failed(work, error)
             return
@@ -447,6 +430,17 @@ class Engine:
             self.answer(work.rid, work.progressed())
         if work.done:
             self._end_work(work)
+
+    def _tidy(self, fill: Fill) -> None:
+        """Behind a quantum: checkpoints; behind the last, windows without what they needed for the others."""
+        cache = fill.session.cache
+        if cache is None or not cache.checkpointed:
+            return
+        if fill.done:
+            cache.forget_unseen()
+            self.memory.mark(fill.session, cache, 0, every=1)
+        else:
+            self.memory.mark(fill.session, cache, 0)
 
     def _end_work(self, work: Work) -> None:
         self.fills.remove(work)
@@ -499,7 +493,7 @@ class Engine:
             "rows": sum(len(batch.members) for batch in self.batches),
             "filling": len(self.fills),
             "kv_bytes": self.kv_bytes,
-            "kv_budget_bytes": self.kv_budget_bytes or 0,
+            "kv_budget_bytes": self.memory.budget_bytes or 0,
             "tokens_decoded": self.tokens_decoded,
             "tokens_prefilled": self.tokens_prefilled,
             "steps": self.steps,

@@ -18,8 +18,6 @@ from stateroom.client.protocol import Progress, Receipt, Source
 from stateroom.daemon.engine.session import Change, Session, apply, chat_within
 from stateroom.daemon.link import ChatTurn
 
-CHECKPOINT_EVERY = 256  # tokens between two checkpoints of a long prompt or answer, and at every prompt's end
-
 
 @dataclass(slots=True, eq=False)
 class Fill:
@@ -107,5 +105,3 @@ class Fill:
     def landed(self, tokens: int, arrays: list[mx.array]) -> None:
         self.session.stored += tokens
         self.computed += tokens
-        if self.done or self.session.since_mark >= CHECKPOINT_EVERY:
-            self.session.mark()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 from mlx import nn
@@ -23,20 +23,23 @@ class Served:
 
     blueprint: Blueprint
     dense: Blueprint
-    sample: SessionCache  # one token of a session that belongs to nobody: sizes are read from it
+    samples: tuple[SessionCache, ...]  # one token as it is stored, and before: sizes are read from them
     caps: Caps
 
     def empty(self) -> SessionCache:
         """The cache of a session that holds nothing yet."""
         return SessionCache.empty(self.blueprint, self.dense)
 
-    def projected_bytes(self, length: int) -> int:
-        """What a session of so many tokens takes, at the most."""
-        return self.sample.projected_bytes(length)
+    def projected_bytes(self, length: int, at_once: int) -> int:
+        """What a session takes, at the most, on its way to so many tokens, `at_once` of them in a forward."""
+        stored, *before = self.samples
+        most = stored.projected_bytes(length, at_once)
+        until = min(length, self.blueprint.scheme.quantise_after)
+        return max([most, *(dense.projected_bytes(until, at_once) for dense in before)])
 
 
 class Schemes:
-    """The schemes of one model. Each is tried, with one token, when it is first asked for.
+    """The schemes of one model. Each codec is tried, with one token, when it is first asked for.
 
     Raises `UnknownKind`, when made, if a layer's cache isn't understood.
     """
@@ -47,8 +50,9 @@ class Schemes:
         sample = self._fed(SessionCache.empty(self._blueprint))
         self._geometry = sample.geometry()
         self.batchable = rows_agree(model)
-        self.dense = self._served(self._blueprint, sample)
         self._tried: set[tuple[Codec, int]] = set()
+        self.dense = self._served(self._blueprint, sample)
+        # From the first token on; from which length doesn't change what is stored, and has a million values.
         self._served_by: dict[Scheme, Served] = {Scheme(): self.dense}
 
     def of(self, kv: KV | None) -> Served:
@@ -58,14 +62,19 @@ class Schemes:
             raise Unsupported("Dense KV has no group_size and no quantise_after.", field="kv")
         try:
             scheme = Scheme(kv.scheme, kv.group_size, kv.quantise_after or 0)
-            if scheme not in self._served_by:
-                self._served_by[scheme] = self._quantised(scheme)
+            at_first = replace(scheme, quantise_after=0)
+            if at_first not in self._served_by:
+                self._served_by[at_first] = self._quantised(at_first)
         except CannotQuantise as error:
             field = "kv.scheme" if kv.group_size is None else "kv.group_size"
             raise Unsupported(
                 f"This model's KV can't be stored as {kv.scheme}: {error}.", field=field
             ) from None
-        return self._served_by[scheme]
+        served = self._served_by[at_first]
+        if not scheme.quantise_after:
+            return served
+        blueprint = replace(served.blueprint, scheme=scheme)
+        return replace(served, blueprint=blueprint, samples=(*served.samples, *self.dense.samples))
 
     def _quantised(self, scheme: Scheme) -> Served:
         if not any(layer for layers in self._geometry.values() for layer in layers):
@@ -99,4 +108,4 @@ class Schemes:
             kv=[KindCaps(kind=k.kind, scheme=k.scheme, layers=k.layers) for k in blueprint.kinds],
             bytes_per_token=sample.bytes_per_token,
         )
-        return Served(blueprint, self._blueprint, sample, caps)
+        return Served(blueprint, self._blueprint, (sample,), caps)

@@ -59,18 +59,6 @@ class Session:
         self.stored = 0
         self.trail = Trail()
 
-    def mark(self) -> None:
-        """Leaves a checkpoint here, if some layer may not be able to come back otherwise."""
-        if self.cache is not None and self.cache.checkpointed:
-            checkpoint = self.cache.checkpoint(0)
-            assert checkpoint is not None
-            self.trail.add(checkpoint)
-
-    @property
-    def since_mark(self) -> int:
-        """Tokens stored behind the last checkpoint."""
-        return self.stored - max(self.trail.lengths, default=0)
-
     def reachable(self, length: int) -> int:
         """The most of the first `length` tokens whose KV can be had exactly, without computing."""
         if self.cache is None or not length:
@@ -102,7 +90,8 @@ class Session:
         """The length nearest to `length` that the session can be trimmed to without computing anything."""
         if self.cache is None:
             return self.length
-        lengths = [*self.checkpoints, min(max(length, self.trim_floor), self.length)]
+        # A session of one token has no KV yet.
+        lengths = [0, 1, *self.checkpoints, min(max(length, self.trim_floor), self.length)]
         return min(lengths, key=lambda n: (abs(n - length), -n))
 
     @property
@@ -151,10 +140,10 @@ def plan(session: Session, keep: int, tokens: list[int]) -> Change:
         why = f"the KV of {session.missing} tokens was no longer on the device"
     if kv_keep < session.stored:
         reachable = session.reachable(kv_keep)
-        if reachable < kv_keep:
+        if reachable < kv_keep and reachable + 1 < keep:  # a last token's own is computed in any case
             start = f"from the checkpoint at {reachable} tokens" if reachable else "from its first token"
             why = f"{_stiff(session)} can't go back to {kv_keep} tokens, so it is computed again {start}"
-            kv_keep = reachable
+        kv_keep = reachable
     return Change(keep, kv_keep, tokens, why)
 
 

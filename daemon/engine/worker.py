@@ -26,6 +26,7 @@ from stateroom.daemon.link import (
     Answer,
     Failed,
     FromWorker,
+    Journals,
     Pulse,
     Ready,
     Stop,
@@ -131,7 +132,7 @@ def reporter(log: FilteringBoundLogger) -> Callable[[BaseException], str]:
 
 def make_engine(
     loaded: LoadedModel,
-    emit: Callable[[Answer], None],
+    emit: Callable[[Answer | Journals], None],
     report: Callable[[BaseException], str],
     kv_budget: int | None,
 ) -> Engine:

@@ -8,8 +8,9 @@ from tests.tiny import WINDOW, make_tiny_model
 
 from stateroom.caches.checkpoints import CHECKPOINTS_MAX
 from stateroom.caches.rows import TRIM_BACK
+from stateroom.caches.session import SessionCache
 from stateroom.client import protocol as p
-from stateroom.daemon.engine.fill import CHECKPOINT_EVERY
+from stateroom.daemon.engine.memory import CHECKPOINT_EVERY
 from stateroom.daemon.engine.model import LoadedModel
 
 STATEFUL = ["lfm2", "falcon_h1", "mamba"]
@@ -162,3 +163,141 @@ def test_a_wrapped_window_goes_back_to_checkpoints(windowed: LoadedModel) -> Non
     bench.check_law(session)
     bench.decode(session, 12, ignore_eos=True)
     bench.check_law(session)
+
+
+# ---------------------------------------------------------------- within the budget
+
+
+def test_the_nearest_length_is_the_nearest(stateful: LoadedModel) -> None:
+    """A session of one token, or none, needs no KV."""
+    bench = Bench(stateful)
+    session = bench.open(tokens_of(LONG))
+    reachable = [0, 1, *bench.session(session).checkpoints, LONG]
+    for to in (2, 60, 130, 200, 300, LONG - 3):
+        refused = bench.call(p.Trim(session=session, to=to))
+        assert isinstance(refused, p.ErrorBody)
+        nearest = refused.details["nearest"]
+        assert nearest in reachable
+        assert abs(nearest - to) == min(abs(n - to) for n in reachable)
+
+
+def test_checkpoints_of_a_session_that_waits_are_not_dropped(stateful: LoadedModel) -> None:
+    """Its plan counts on them."""
+    probe = Bench(stateful)
+    one = probe.session(probe.open(tokens_of(300)))
+    bench = Bench(stateful, kv_budget_bytes=3 * one.kv_bytes + 4 * one.trail.nbytes)
+    session, other = bench.open(tokens_of(300)), bench.open(tokens_of(20, 1))
+    bench.call(p.Prefill(session=session, tokens=tokens_of(30, 2)))
+    edited = [*tokens_of(300), *tokens_of(20, 3)]
+    rids = [
+        bench.start(p.Prefill(session=other, tokens=tokens_of(300, 4))),
+        bench.start(p.Sync(session=session, tokens=edited)),
+        *(bench.start(p.Open(tokens=tokens_of(300, 5))) for _ in range(9)),
+    ]
+    bench.idle()
+    synced = bench.final(rids[1])
+    assert isinstance(synced, p.LengthResult)
+    assert (synced.receipt.reused, synced.receipt.prefilled, synced.receipt.why) == (300, 20, None)
+    assert any(isinstance(bench.final(rid), p.ErrorBody) for rid in rids[2:]), "memory was short"
+    bench.check_law(session)
+    bench.check_law(other)
+
+
+def test_checkpoints_go_only_where_that_is_enough_and_the_broker_hears_of_it(stateful: LoadedModel) -> None:
+    probe = Bench(stateful)
+    session = probe.session(probe.open(tokens_of(30)))
+    one, marks = session.kv_bytes, session.trail.nbytes
+    bench = Bench(stateful, kv_budget_bytes=2 * one + marks)
+    first = bench.open(tokens_of(30))
+    bench.decode(first, 4, ignore_eos=True)
+    refused = bench.call(p.Fork(session=first, n=9))
+    assert isinstance(refused, p.ErrorBody)
+    assert refused.code == "capacity"
+    assert bench.session(first).checkpoints, "nothing changed"
+    assert not bench.asides
+    bench.engine.memory.budget_bytes = 2 * one
+    second = bench.open(tokens_of(30, 1))
+    (aside,) = bench.asides
+    assert (aside.session, aside.keep, aside.tokens, aside.checkpoints) == (first, 34, [], [])
+    assert aside.private_bytes == bench.session(first).kv_bytes
+    for each in (first, second):
+        bench.check_law(each)
+
+
+def test_checkpoints_are_held_to_the_budget(stateful: LoadedModel) -> None:
+    probe = Bench(stateful)
+    one = probe.session(probe.open(tokens_of(30))).kv_bytes
+    budget = 12 * one
+    bench = Bench(stateful, kv_budget_bytes=budget)
+    sessions = []
+    for n in range(12):
+        body = bench.call(p.Open(tokens=tokens_of(20, n)))
+        if isinstance(body, p.OpenResult):
+            sessions.append(body.session)
+        for session in sessions:
+            bench.call(p.Prefill(session=session, tokens=[n + 1]))
+        assert bench.engine.kv_bytes <= budget
+    assert len(sessions) == 12
+
+
+def test_a_checkpoint_that_is_too_large_is_not_tried_at_every_token(
+    stateful: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+    whole = SessionCache.checkpoint
+    monkeypatch.setattr(SessionCache, "checkpoint", lambda cache, row: taken.append(row) or whole(cache, row))
+    bench = Bench(stateful)
+    session = bench.open(tokens_of(10))
+    bench.session(session).trail.bytes_max = 1
+    taken.clear()
+    bench.decode(session, 60, ignore_eos=True)
+    assert not taken
+    bench.session(session).trail.bytes_max = 1 << 30
+    bench.decode(session, CHECKPOINT_EVERY + 20, ignore_eos=True)
+    assert len(taken) <= 2
+
+
+def test_shared_checkpoints_count_once(stateful: LoadedModel) -> None:
+    bench = Bench(stateful)
+    session = bench.open(tokens_of(40))
+    marks = bench.session(session).trail.nbytes
+    body = bench.call(p.Fork(session=session, n=2))
+    assert isinstance(body, p.ForkResult)
+    assert body.shared_bytes == marks
+    every = [session, *body.sessions]
+    rows = sum(bench.session(each).kv_bytes for each in every)
+    assert bench.engine.kv_bytes == rows + marks
+    freed = 0
+    for each in every:
+        closed = bench.call(p.Close(session=each))
+        assert isinstance(closed, p.CloseResult)
+        freed += closed.freed_bytes
+    assert freed == rows + marks
+    assert bench.engine.kv_bytes == 0
+
+
+def test_windows_are_admitted_by_what_they_take(windowed: LoadedModel) -> None:
+    """A quantum of a prefill stays in a window's planes until it has been read."""
+    probe = Bench(windowed)
+    one = probe.session(probe.open(tokens_of(500))).kv_bytes
+    budget = 6 * one
+    bench = Bench(windowed, kv_budget_bytes=budget)
+    rids = [bench.start(p.Open(tokens=tokens_of(500, n))) for n in range(9)]
+    admitted = 0
+    while any(bench.final(rid) is None for rid in rids):
+        bench.engine.step()
+        assert bench.engine.kv_bytes <= budget
+    admitted = sum(isinstance(bench.final(rid), p.OpenResult) for rid in rids)
+    assert 0 < admitted < 9
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text", "lfm2", "mamba"])
+def test_live_bytes_are_never_more_than_private_ones(architecture: str) -> None:
+    bench = Bench(make_tiny_model(architecture, context=4096))
+    sessions = [bench.open(tokens_of(600, n)) for n in range(2)]
+    rids = [bench.start(p.Decode(session=s, max_tokens=40, ignore_eos=True)) for s in sessions]
+    while any(bench.final(rid) is None for rid in rids):
+        bench.engine.step()
+        for session in map(bench.session, sessions):
+            told = bench.engine.journal(session, session.length)
+            assert 0 < told.live_bytes <= told.private_bytes + told.shared_bytes

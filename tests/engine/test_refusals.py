@@ -85,7 +85,7 @@ def test_over_budget_what_takes_nothing_more_is_let_through() -> None:
     bench = Bench(model)
     session, other = bench.open(PROMPT), bench.open()
     bench.decode(session, 600, ignore_eos=True)
-    bench.engine.kv_budget_bytes = 2 * row
+    bench.engine.memory.budget_bytes = 2 * row
     assert bench.engine.kv_bytes > 2 * row
     assert isinstance(bench.call(p.Prefill(session=other, tokens=[1])), p.ErrorBody)
     for request in (
@@ -183,7 +183,7 @@ def test_layers_that_cannot_be_trimmed_say_so(architecture: str) -> None:
     body = bench.call(p.Trim(session=session, to=12))
     assert isinstance(body, p.ErrorBody)
     assert body.code == "unsupported"
-    assert body.details == {"nearest": 30, "replayed": 11}
+    assert body.details == {"nearest": 1, "replayed": 11}, "the 30 that it has are further away"
     bench.check_law(session)
     body = bench.call(p.Trim(session=session, to=12, replay=True))
     assert isinstance(body, p.LengthResult)
@@ -212,3 +212,26 @@ def test_a_model_whose_pieces_differ_is_not_served(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ModelError, match="in pieces") as refused:
         Bench(make_tiny_model())
     assert refused.value.permanent
+
+
+def test_a_session_that_is_quantised_later_is_admitted_by_what_it_takes_before() -> None:
+    model = make_tiny_model("llama", width=256, context=4096)
+    dense = Bench(model).engine.schemes.dense
+    budget = dense.projected_bytes(1000, 1)
+    for after in (0, 100, 10**6):
+        bench = Bench(model, kv_budget_bytes=budget)
+        kv = p.KV(scheme="affine4", quantise_after=after)
+        opened = {n: bench.call(p.Open(tokens=[1] * n, kv=kv)) for n in (2000, 900)}
+        assert isinstance(opened[2000], p.ErrorBody) == (after > 1000)
+        assert bench.engine.kv_bytes <= budget
+
+
+def test_schemes_are_remembered_by_what_they_store() -> None:
+    """From which length on has a million values, and anybody may ask for each."""
+    bench = Bench(make_tiny_model("llama", width=256))
+    for after in range(40):
+        session = bench.open([1, 2, 3], kv=p.KV(scheme="affine8", quantise_after=after))
+        bench.check_law(session)
+        bench.call(p.Close(session=session))
+        bench.call(p.Open(tokens=[10**6], kv=p.KV(scheme="affine8", quantise_after=1000 + after)))
+    assert len(bench.engine.schemes._served_by) == 2

@@ -1,0 +1,159 @@
+"""The bytes of KV: what is held, what was promised, and what is admitted. Checkpoints give way first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from stateroom.caches.session import SessionCache
+from stateroom.client.errors import Capacity
+from stateroom.daemon.engine.fill import Fill
+from stateroom.daemon.engine.kv import Served
+from stateroom.daemon.engine.score import Score
+from stateroom.daemon.engine.session import Session
+from stateroom.daemon.scheduler import QUANTUM_MAX
+
+if TYPE_CHECKING:
+    from stateroom.daemon.engine.engine import Engine
+
+RETRY_AFTER_S = 5.0  # told with `capacity`; sessions close or end in about that time
+STEP = 1  # tokens that a decoding session takes at once
+CHECKPOINT_EVERY = 256  # tokens between two checkpoints of a long prompt or answer, and at every prompt's end
+
+
+class Memory:
+    """Counts an engine's KV, and says no.
+
+    Args:
+        budget_bytes: the most KV held at once; None: no limit.
+        dropped: told of sessions whose checkpoints went to make room.
+    """
+
+    def __init__(
+        self, engine: Engine, budget_bytes: int | None, dropped: Callable[[list[Session]], None]
+    ) -> None:
+        self._engine = engine
+        self.budget_bytes = budget_bytes
+        self._dropped = dropped
+
+    # ------------------------------------------------------------ what is held
+
+    @property
+    def held_bytes(self) -> int:
+        """KV on the device: rows of sessions and batches, and each checkpoint once, whoever shares it."""
+        engine = self._engine
+        batches = sum(batch.cache.nbytes_capacity for batch in engine.batches if batch.cache is not None)
+        rows = sum(session.kv_bytes for session in engine.sessions.values())
+        return batches + rows + self._marks_bytes(engine.sessions.values())
+
+    def held_by(self, session: Session) -> int:
+        """What a session's rows take now, its share of a batch if its row is lent."""
+        place = self._place(session)
+        if place is None:
+            return session.kv_bytes
+        cache, _ = place
+        return cache.nbytes_capacity // cache.rows
+
+    def live_in(self, session: Session) -> int:
+        """KV of a session's tokens, without spare capacity and padding."""
+        place = self._place(session)
+        if place is None:
+            return session.live_bytes
+        cache, row = place
+        return cache.row_bytes(row)
+
+    def _place(self, session: Session) -> tuple[SessionCache, int] | None:
+        """The group that has its row, and which one that is."""
+        if session.lent:
+            for batch in self._engine.batches:
+                for row, stream in enumerate(batch.members):
+                    if stream.session is session and batch.cache is not None:
+                        return batch.cache, row
+        return None
+
+    @staticmethod
+    def _marks_bytes(sessions: Iterable[Session]) -> int:
+        marks = {mark for session in sessions for mark in session.trail}
+        return sum(mark.nbytes for mark in marks)
+
+    # ------------------------------------------------------------ checkpoints
+
+    def mark(self, session: Session, cache: SessionCache, row: int, every: int = CHECKPOINT_EVERY) -> None:
+        """Leaves a checkpoint of a session's row, if the last is so many tokens back and there is room."""
+        length = cache.offsets[row]
+        if not cache.checkpointed or length - session.trail.last < every:
+            return
+        session.trail.last = length  # one that is too large isn't tried again at the next token
+        nbytes = cache.checkpoint_bytes(row)
+        if nbytes <= session.trail.bytes_max and self._has_room(nbytes):
+            checkpoint = cache.checkpoint(row)
+            assert checkpoint is not None
+            session.trail.add(checkpoint)
+
+    # ------------------------------------------------------------ what is admitted
+
+    def admit(self, served: Served, *growths: tuple[Session | None, int], at_once: int = QUANTUM_MAX) -> None:
+        """Refuses what would pass the budget: each session, all of one scheme, grows to that length.
+
+        Raises `Capacity`, and nothing has changed.
+        """
+        if self.budget_bytes is None:
+            return
+        needed = sum(self._growth(served, session, length, at_once) for session, length in growths)
+        free = self.budget_bytes - self.held_bytes - self._promised()
+        if needed > max(free, 0) and not self._made_room(needed - free):
+            raise Capacity(  # what takes nothing more is never refused
+                f"This needs {needed} bytes of KV and {max(free, 0)} are free; close sessions or try again.",
+                needed_bytes=needed,
+                free_bytes=max(free, 0),
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def _has_room(self, nbytes: int) -> bool:
+        """So much more may be held that nobody asked for."""
+        if self.budget_bytes is None:
+            return True
+        return self.held_bytes + self._promised() + nbytes <= self.budget_bytes
+
+    def _made_room(self, wanted_bytes: int) -> bool:
+        """Drops checkpoints of idle sessions, those of the oldest first, if they come to so much."""
+        busy = {request.session for request in self._engine.requests.values()}
+        sessions = list(self._engine.sessions.values())
+        gone = [session for session in sessions if len(session.trail) and session not in busy]
+        holders = Counter(mark for session in sessions for mark in session.trail)
+        freed = 0
+        for last, session in enumerate(gone, 1):
+            for mark in session.trail:
+                holders[mark] -= 1
+                if not holders[mark]:
+                    freed += mark.nbytes
+            if freed >= wanted_bytes:
+                gone = gone[:last]
+                break
+        if freed < wanted_bytes:
+            return False
+        for session in gone:
+            session.trail.cut(-1)
+        self._dropped(gone)
+        return True
+
+    def _growth(self, served: Served, session: Session | None, length: int, at_once: int) -> int:
+        """Bytes that a session (None: a new one) has still to take to hold so many tokens."""
+        held = self.held_by(session) if session is not None else 0
+        return max(served.projected_bytes(length, at_once) - held, 0)
+
+    def _promised(self) -> int:
+        """Bytes that what was admitted earlier has still to take, at the most."""
+        promised = 0
+        for request in self._engine.requests.values():
+            session, served = request.session, request.session.served
+            if isinstance(request, Fill):
+                most = max(request.change.length, request.most)
+                promised += self._growth(served, session, most, QUANTUM_MAX)
+            elif isinstance(request, Score):
+                copied = session.length + len(request.continuation)
+                promised += self._growth(served, None, copied, QUANTUM_MAX)
+            else:
+                promised += self._growth(served, session, request.most, STEP)
+        return promised
