@@ -7,6 +7,8 @@ from stateroom.client.protocol import TokensResult
 from stateroom.daemon.link import (
     Adopt,
     Answer,
+    Journal,
+    Journals,
     decode_from_worker,
     decode_to_worker,
     encode_from_worker,
@@ -20,3 +22,8 @@ def test_answers_and_adoptions_may_be_larger_than_any_request() -> None:
     assert decode_from_worker(encode_from_worker(answer)) == answer
     adopt = Adopt(8, "session", [70_000] * (MESSAGE_BYTES_MAX // 5 + 1))
     assert decode_to_worker(encode_to_worker(adopt)) == adopt
+
+
+def test_what_changed_without_a_request_arrives_whole() -> None:
+    changes = [Journal("a", 5, [], private_bytes=9, live_bytes=4, trim_floor=5, checkpoints=[2, 3])]
+    assert decode_from_worker(encode_from_worker(Journals(changes))) == Journals(changes)

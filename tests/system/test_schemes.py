@@ -136,3 +136,25 @@ def test_a_model_without_keys_has_nothing_to_quantise(start_daemon: StartDaemon,
         with pytest.raises(Unsupported, match="keys and values"):
             room.open(kv=KV(scheme="affine8"))
         assert tokens_of(room.open(tokens=PROMPT))
+
+
+def test_checkpoints_that_give_way_are_gone_from_info(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    """Memory that another session needs is made without asking, and told."""
+    model = write_tiny_model(tmp_path / "mamba", "mamba", context=2048)
+    probe = start_daemon(model=model)
+    await_model(probe)
+    with connect(endpoint=probe.endpoint) as room:
+        info = room.open(tokens=PROMPT).info()
+        rows = info.live_bytes
+        assert info.private_bytes == 2 * rows, "the state, and a checkpoint of it"
+    daemon = start_daemon(f"--kv-budget={3 * rows}", model=model)
+    await_model(daemon)
+    with connect(endpoint=daemon.endpoint) as room:
+        first = room.open(tokens=PROMPT)
+        first.decode(max_tokens=5, ignore_eos=True).wait()
+        assert first.info().checkpoints == [len(PROMPT)]
+        for _ in range(2):
+            room.open(tokens=PROMPT)
+        info = first.info()
+        assert (info.checkpoints, info.private_bytes) == ([], rows)
+        assert first.trim(to=len(PROMPT), replay=True).receipt.reused == 0
