@@ -77,7 +77,12 @@ class Trail:
     def add(self, checkpoint: Checkpoint) -> None:
         """Takes one in, in place of another of the same length; then drops what the bounds don't allow."""
         self.last = checkpoint.length
-        others = [other for other in self._held if other.length != checkpoint.length]
+        # One of before the rows were quantised can't be gone back to any more.
+        others = [
+            other
+            for other in self._held
+            if other.length != checkpoint.length and other.signature == checkpoint.signature
+        ]
         held = sorted([*others, checkpoint], key=lambda each: each.length)
         while len(held) > self.count_max or sum(each.nbytes for each in held) > self.bytes_max:
             del held[_least_missed([each.length for each in held])]

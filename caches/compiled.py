@@ -103,6 +103,8 @@ def prepare_decode_step(cache: SessionCache) -> None:
     if cache.tokens_left_dense == 0:
         raise CannotCompile("the rows are about to be quantised")
     for store in cache.stores:
+        if store.right_pad is not None:
+            raise CannotCompile("a ragged prefill is open, whose lengths a trace doesn't know")
         if isinstance(store, PackedRows):
             if store.reach.kind == "chunked" or any(codecs != DENSE for codecs in store.codecs):
                 raise CannotCompile("only dense full-attention and window layers are traced")
@@ -170,7 +172,8 @@ class CompiledDecode:
             if not known:
                 mx.eval(logits, arrays)  # a compiler may be missing: found out before anything changed
         except Exception as error:
-            self._remember(slot.key, None)
+            if not known:
+                self._remember(slot.key, None)
             raise CannotCompile(f"this model's step can't be traced: {error}") from error
         self._remember(slot.key, trace)
         commit_decode_step(cache, arrays)

@@ -54,7 +54,7 @@ def prompts_agree(model: Any) -> bool:
     padded = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in PROMPTS]
     group = SessionCache.merge_rows([SessionCache.create(model) for _ in PROMPTS])
     try:
-        group.prepare_prefill(lengths)
+        group.prepare_prefill(lengths, probed=True)
         group.forward(model, mx.array(padded))
         group.finalize_prefill()
     except (TypeError, ValueError, IndexError):

@@ -123,7 +123,8 @@ class SessionCache:
         """Feeds tokens [B, N] behind the rows; logits [B, N, V], not evaluated.
 
         When the model raises, the rows are as they were. A session that is quantised after some length is
-        converted exactly there, whatever the pieces it is fed in.
+        converted exactly there, whatever the pieces it is fed in; a piece that ends there saves a copy of the
+        dense rows, which are held until the conversion is done.
         """
         rows, tokens = inputs.shape
         if rows != self.rows or tokens < 1:
@@ -187,6 +188,11 @@ class SessionCache:
         """The rows are stored by their scheme; until `quantise_after` they may not be."""
         return self._dense is None
 
+    def piece(self, tokens: int) -> int:
+        """How many of so many tokens to feed at once: up to the point of conversion."""
+        left = self.tokens_left_dense
+        return min(tokens, left) if left else tokens
+
     def quantise(self) -> None:
         """Re-codes the rows to their scheme, now."""
         if self._dense is None:
@@ -227,6 +233,7 @@ class SessionCache:
 
     def trim(self, row: int, n: int) -> None:
         """`row` forgets its last `n` tokens in every layer, or `CannotTrim` and nothing changes."""
+        self._refuse_in_round()
         held = self._offsets[row]
         if not self.can_trim(row, n):
             least = self.trim_floor(row)
@@ -260,6 +267,7 @@ class SessionCache:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """A lone session goes back to a checkpoint of its own tokens."""
+        self._refuse_in_round()
         if not self.can_restore(checkpoint):
             raise CannotTrim(f"can't go back to {checkpoint.length} tokens from {self._offsets}")
         restored: list[Store] = []
@@ -284,6 +292,8 @@ class SessionCache:
         """
         if not sources:
             raise ValueError("nothing to merge")
+        for source in sources:
+            source._refuse_in_round()
         used = [source for source in sources if source.rows]
         if len(used) <= 1:
             return used[0] if used else sources[0]
@@ -306,6 +316,10 @@ class SessionCache:
         if list(keep) == list(range(self.rows)):
             return
         kept: list[Store] = [store.filtered(keep) for store in self.stores]
+        if self._unquantised is not None:
+            dense, stores, offsets = self._unquantised
+            fewer: list[Store] = [store.filtered(keep) for store in stores]
+            self._unquantised = dense, fewer, tuple(offsets[i] for i in keep)
         self._offsets = tuple(self._offsets[i] for i in keep)
         self._hold(kept)
 
@@ -359,10 +373,22 @@ class SessionCache:
             store.spec_round_rollback(keep)
         self._restore((dense, changed, after))
 
-    def prepare_prefill(self, lengths: Sequence[int]) -> None:
-        """Opens a prefill of prompts of different lengths, padded at the right to the longest of them."""
+    def _refuse_in_round(self) -> None:
+        if any(store.in_round for store in self.stores):
+            raise RuntimeError("a speculative round is open: commit it or roll it back")
+
+    def prepare_prefill(self, lengths: Sequence[int], probed: bool = False) -> None:
+        """Opens a prefill of prompts of different lengths, padded at the right to the longest of them.
+
+        Models differ in whether their recurrent states look at the lengths, and nothing in them tells: with
+        such layers the caller says that `probe.prompts_agree(model)` was true, or gets `Mismatch`.
+        """
         if len(lengths) != self.rows or min(lengths, default=0) < 0:
             raise ValueError(f"prompts of {list(lengths)} tokens for {self.rows} rows")
+        if self.blueprint.states and not probed:
+            raise Mismatch("recurrent states may take padding for tokens: see probe.prompts_agree")
+        if max(lengths, default=0) > self.tokens_left_dense:
+            raise Mismatch("the rows would be quantised in the midst of a ragged prefill")
         self._stage(lambda store: store.prepare_prefill(lengths))
 
     def finalize_prefill(self) -> None:

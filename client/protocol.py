@@ -66,6 +66,8 @@ class KV:
     scheme: Scheme = "dense"
     group_size: Literal[32, 64, 128] | None = None
     quantise_after: Count | None = None
+    key_bits: Annotated[int, Range(1, 8)] | None = None
+    value_bits: Annotated[int, Range(1, 8)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

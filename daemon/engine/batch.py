@@ -93,7 +93,9 @@ class Batch:
     def launch(self) -> None:
         """Starts the next step for those who may draw; the others' rows leave first."""
         self.leave([stream for stream in self.members if not stream.may_draw])
-        previous, self.flight = self.flight, None
+        # Until it is read, it is told in `landing` whose draws are out, should the launch fail.
+        previous = self.landing = self.flight
+        self.flight = None
         if not self.members:
             return
         assert self.cache is not None

@@ -254,7 +254,14 @@ class Engine:
         if len(batch.members) + len(coming) >= self.rows_max or not self.schemes.batchable:
             return False
         other = batch.cache if batch.cache is not None else coming[0].session.cache if coming else None
-        return other is None or other.signature == cache.signature
+        if other is None or other.signature != cache.signature:
+            return other is None
+        together = [*(batch.cache.offsets if batch.cache is not None else ()), *cache.offsets]
+        together += [
+            offset for stream in coming if stream.session.cache for offset in stream.session.cache.offsets
+        ]
+        padding = len(together) * max(together) - sum(together)
+        return self.memory.has_room(int(padding * cache.bytes_per_token))
 
     def _step_batch(self, batch: Batch) -> None:
         if batch.lookahead:
@@ -388,7 +395,7 @@ class Engine:
         try:
             if work.started_ms is None:
                 work.start(self.clock_ms())
-            tokens = self.pace.quantum(work.remaining, streams=bool(self.batches))
+            tokens = work.piece(self.pace.quantum(work.remaining, streams=bool(self.batches)))
             arrays = work.launch(self.loaded.model, tokens)
             mx.async_eval(arrays)
             self.quantum = Quantum(work, tokens, arrays)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 from mlx import nn
 
+from stateroom.caches.session import SessionCache
 from stateroom.client.protocol import Progress, Receipt, Source
 from stateroom.daemon.engine.session import Change, Session, apply, chat_within
 from stateroom.daemon.link import ChatTurn
@@ -92,15 +93,22 @@ class Fill:
     def remaining(self) -> int:
         return self.session.missing
 
+    def piece(self, tokens: int) -> int:
+        """How many of so many tokens to feed at once: up to where the session is quantised."""
+        return self._cache().piece(tokens)
+
+    def _cache(self) -> SessionCache:
+        if self.session.cache is None:
+            self.session.cache = self.session.served.empty()
+        return self.session.cache
+
     def launch(self, model: nn.Module, tokens: int) -> list[mx.array]:
         """Starts a forward pass over the next tokens; gives the arrays whose evaluation ends it."""
-        session = self.session
-        if session.cache is None:
-            session.cache = session.served.empty()
+        session, cache = self.session, self._cache()
         piece = session.tokens[session.stored : session.stored + tokens]
         # The logits are never evaluated: a prefill needs only the KV.
-        session.cache.forward(model, mx.array([piece], dtype=mx.uint32))
-        return session.cache.arrays()
+        cache.forward(model, mx.array([piece], dtype=mx.uint32))
+        return cache.arrays()
 
     def landed(self, tokens: int, arrays: list[mx.array]) -> None:
         self.session.stored += tokens

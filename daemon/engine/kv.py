@@ -35,7 +35,10 @@ class Served:
         stored, *before = self.samples
         most = stored.projected_bytes(length, at_once)
         until = min(length, self.blueprint.scheme.quantise_after)
-        return max([most, *(dense.projected_bytes(until, at_once) for dense in before)])
+        for dense in before:  # at the point of conversion, both are there
+            both = stored.projected_bytes(until, at_once) if until < length else 0
+            most = max(most, dense.projected_bytes(until, at_once) + both)
+        return most
 
 
 class Schemes:
@@ -58,10 +61,14 @@ class Schemes:
     def of(self, kv: KV | None) -> Served:
         """Raises `Unsupported` when the model's layers can't be stored like that; the message says why."""
         kv = kv or KV()
+        bits = {"key_bits": kv.key_bits, "value_bits": kv.value_bits}
+        asked = {name: n for name, n in bits.items() if n is not None}
         if kv.scheme == "dense" and (kv.group_size is not None or kv.quantise_after is not None):
             raise Unsupported("Dense KV has no group_size and no quantise_after.", field="kv")
+        if kv.scheme != "turbo" and asked:
+            raise Unsupported(f"Only turbo is told {' and '.join(asked)}.", field=f"kv.{next(iter(asked))}")
         try:
-            scheme = Scheme(kv.scheme, kv.group_size, kv.quantise_after or 0)
+            scheme = Scheme(kv.scheme, kv.group_size, kv.quantise_after or 0, **asked)
             at_first = replace(scheme, quantise_after=0)
             if at_first not in self._served_by:
                 self._served_by[at_first] = self._quantised(at_first)
@@ -74,7 +81,8 @@ class Schemes:
         if not scheme.quantise_after:
             return served
         blueprint = replace(served.blueprint, scheme=scheme)
-        return replace(served, blueprint=blueprint, samples=(*served.samples, *self.dense.samples))
+        caps = replace(served.caps, trim="checkpoints")  # not below the point of conversion
+        return Served(blueprint, self._blueprint, (*served.samples, *self.dense.samples), caps)
 
     def _quantised(self, scheme: Scheme) -> Served:
         if not any(layer for layers in self._geometry.values() for layer in layers):

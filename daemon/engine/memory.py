@@ -86,7 +86,7 @@ class Memory:
             return
         session.trail.last = length  # one that is too large isn't tried again at the next token
         nbytes = cache.checkpoint_bytes(row)
-        if nbytes <= session.trail.bytes_max and self._has_room(nbytes):
+        if nbytes <= session.trail.bytes_max and self.has_room(nbytes):
             checkpoint = cache.checkpoint(row)
             assert checkpoint is not None
             session.trail.add(checkpoint)
@@ -102,7 +102,8 @@ class Memory:
             return
         needed = sum(self._growth(served, session, length, at_once) for session, length in growths)
         free = self.budget_bytes - self.held_bytes - self._promised()
-        if needed > max(free, 0) and not self._made_room(needed - free):
+        theirs = {session for session, _ in growths}  # whose plans may count on their checkpoints
+        if needed > max(free, 0) and not self._made_room(needed - free, theirs):
             raise Capacity(  # what takes nothing more is never refused
                 f"This needs {needed} bytes of KV and {max(free, 0)} are free; close sessions or try again.",
                 needed_bytes=needed,
@@ -110,15 +111,15 @@ class Memory:
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    def _has_room(self, nbytes: int) -> bool:
-        """So much more may be held that nobody asked for."""
+    def has_room(self, nbytes: int) -> bool:
+        """So much more may be held that nobody asked for: checkpoints, and padding."""
         if self.budget_bytes is None:
             return True
         return self.held_bytes + self._promised() + nbytes <= self.budget_bytes
 
-    def _made_room(self, wanted_bytes: int) -> bool:
+    def _made_room(self, wanted_bytes: int, theirs: set[Session | None]) -> bool:
         """Drops checkpoints of idle sessions, those of the oldest first, if they come to so much."""
-        busy = {request.session for request in self._engine.requests.values()}
+        busy = {request.session for request in self._engine.requests.values()} | theirs
         sessions = list(self._engine.sessions.values())
         gone = [session for session in sessions if len(session.trail) and session not in busy]
         holders = Counter(mark for session in sessions for mark in session.trail)

@@ -44,6 +44,9 @@ class Score:
     def remaining(self) -> int:
         return len(self.continuation) - len(self.logprobs)
 
+    def piece(self, tokens: int) -> int:
+        return tokens if self.cache is None else self.cache.piece(tokens)
+
     def launch(self, model: nn.Module, tokens: int) -> list[mx.array]:
         """Feeds the token before each of the next `tokens` of the continuation."""
         if self.cache is None:

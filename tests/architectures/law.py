@@ -106,7 +106,7 @@ class Rows:
     def feed_ragged(self, new: list[list[int]]) -> float:
         """As `feed`, of as many tokens for each row as there are: one forward, padded at the right."""
         longest = max(map(len, new))
-        self.cache.prepare_prefill([len(tokens) for tokens in new])
+        self.cache.prepare_prefill([len(tokens) for tokens in new], probed=True)
         padded = [tokens + [0] * (longest - len(tokens)) for tokens in new]
         logits = self.cache.forward(self.model, mx.array(padded))
         self.cache.finalize_prefill()

@@ -68,7 +68,7 @@ def round_open(model: Scripted) -> SessionCache:
 
 def ragged() -> SessionCache:
     session = group(ALL_KINDS)
-    session.prepare_prefill([4, 1, 2])
+    session.prepare_prefill([4, 1, 2], probed=True)
     feed(ALL_KINDS, session, [[7, 8, 9, 0]] * 3)
     return session
 
@@ -105,7 +105,7 @@ OPERATIONS: dict[str, Callable[[], Prepared]] = {
     "commit a round": lambda: (round_open(ALL_KINDS), lambda s: s.spec_round_commit()),
     "roll a round back": lambda: (round_open(TRIMMABLE), lambda s: s.spec_round_rollback([0, 1, 3])),
     "roll states back": lambda: (round_open(ALL_KINDS), lambda s: s.spec_round_rollback([0, 3, 0])),
-    "open a ragged prefill": lambda: (group(ALL_KINDS), lambda s: s.prepare_prefill([2, 1, 0])),
+    "open a ragged prefill": lambda: (group(ALL_KINDS), lambda s: s.prepare_prefill([2, 1, 0], probed=True)),
     "finalise": lambda: (ragged(), lambda s: s.finalize_prefill()),
     "quantise": lambda: (dense_until(90), lambda s: s.quantise()),
     "forget": lambda: (group(ALL_KINDS), lambda s: s.forget_unseen()),

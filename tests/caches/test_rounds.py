@@ -86,7 +86,7 @@ def ragged(group: Rows, prompts: Sequence[Sequence[int]], pieces: Sequence[int])
     assert sum(pieces) == longest
     junk = np.random.default_rng(0)
     padded = [[*prompt, *drawn(junk, longest - len(prompt))] for prompt in prompts]
-    group.cache.prepare_prefill(lengths)
+    group.cache.prepare_prefill(lengths, probed=True)
     start = 0
     for n in pieces:
         logits = group.cache.forward(group.model, mx.array([row[start : start + n] for row in padded]))
@@ -123,7 +123,7 @@ def test_rows_leave_a_ragged_prefill(architecture: str) -> None:
     group = Rows.of(model, [drawn(random, n) for n in (4, 11, 2)])
     prompts = [drawn(random, n) for n in (2, 8, 3)]
     padded = [[*prompt, *[0] * (8 - len(prompt))] for prompt in prompts]
-    group.cache.prepare_prefill([2, 8, 3])
+    group.cache.prepare_prefill([2, 8, 3], probed=True)
     group.cache.forward(model, mx.array([row[:5] for row in padded]))
     mx.eval(group.cache.arrays())
     group.cache.filter_rows([2, 0])
@@ -141,7 +141,7 @@ def test_rows_leave_a_ragged_prefill(architecture: str) -> None:
 def test_a_ragged_prefill_ends_when_it_was_fed(architecture: str) -> None:
     model = model_of(architecture)
     group = Rows.of(model, [[1, 2], [3]])
-    group.cache.prepare_prefill([4, 2])
+    group.cache.prepare_prefill([4, 2], probed=True)
     group.cache.forward(model, mx.array([[1, 2, 3], [4, 5, 0]]))
     with pytest.raises(RuntimeError, match="prompts end at"):
         group.cache.finalize_prefill()
@@ -169,5 +169,5 @@ def test_a_prompt_of_nothing_gives_no_state() -> None:
     model = model_of("mamba2")
     group = SessionCache.merge_rows([SessionCache.create(model) for _ in range(2)])
     with pytest.raises(ValueError, match="each prompt needs one"):
-        group.prepare_prefill([3, 0])
-    group.prepare_prefill([3, 1])
+        group.prepare_prefill([3, 0], probed=True)
+    group.prepare_prefill([3, 1], probed=True)

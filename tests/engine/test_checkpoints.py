@@ -301,3 +301,20 @@ def test_live_bytes_are_never_more_than_private_ones(architecture: str) -> None:
         for session in map(bench.session, sessions):
             told = bench.engine.journal(session, session.length)
             assert 0 < told.live_bytes <= told.private_bytes + told.shared_bytes
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text", "lfm2", "mamba"])
+@pytest.mark.parametrize("spare", [-1, 0, 1])
+def test_an_edit_that_needs_its_own_checkpoints_keeps_them(architecture: str, spare: int) -> None:
+    """They are not what gives way to it."""
+    model = make_tiny_model(architecture, context=4096)
+    probe = Bench(model)
+    session = probe.open(tokens_of(600))
+    held = probe.engine.kv_bytes
+    growth = probe.session(session).served.projected_bytes(700, 512) - probe.session(session).kv_bytes
+    bench = Bench(model, kv_budget_bytes=held + growth + spare)
+    session = bench.open(tokens_of(600))
+    body = bench.call(p.Sync(session=session, tokens=[*tokens_of(400), *tokens_of(300, 3)]))
+    assert isinstance(body, p.LengthResult | p.ErrorBody)
+    assert not bench.incidents
+    bench.check_law(session)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from tests.engine.harness import PROMPT, Bench, greedy
+from tests.tiny import make_tiny_model
 
 from stateroom.caches.session import SessionCache
 from stateroom.client import protocol as p
@@ -164,3 +165,45 @@ def test_an_open_that_fails_leaves_no_session(bench: Bench, monkeypatch: pytest.
     body = bench.call(p.Open(tokens=PROMPT))
     assert isinstance(body, p.ErrorBody)
     assert not bench.engine.sessions
+
+
+def test_a_launch_that_fails_ends_those_who_were_about_to_leave_too(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their last draws are out, and they are no members any more."""
+    short, long = bench.open(PROMPT), bench.open([9] * 12)
+    rids = [
+        bench.start(p.Decode(session=short, max_tokens=3, ignore_eos=True)),
+        bench.start(p.Decode(session=long, max_tokens=30, ignore_eos=True)),
+    ]
+    whole, steps = SessionCache.forward, []
+
+    def failing(cache: SessionCache, model: object, inputs: mx.array) -> mx.array:
+        steps.append(inputs.shape)
+        if len(steps) == 4:
+            raise RuntimeError("injected")
+        return whole(cache, model, inputs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SessionCache, "forward", failing)
+    bench.idle()
+    monkeypatch.undo()
+    for rid in rids:
+        assert isinstance(bench.final(rid), p.ErrorBody | p.DecodeResult), "one final reply each"
+    bench.incidents.clear()
+    for session in (short, long):
+        bench.check_law(session)
+
+
+def test_padding_is_held_to_the_budget() -> None:
+    """A long row beside short ones would make them as wide as itself."""
+    model = make_tiny_model(context=4096)
+    probe = Bench(model)
+    served = probe.engine.schemes.dense
+    budget = served.projected_bytes(1100, 1) + 7 * served.projected_bytes(60, 1)
+    bench = Bench(model, kv_budget_bytes=budget)
+    sessions = [bench.open([5] * 1000), *(bench.open([n + 1] * 4) for n in range(7))]
+    rids = [bench.start(p.Decode(session=s, max_tokens=40, ignore_eos=True)) for s in sessions]
+    while any(bench.final(rid) is None for rid in rids):
+        bench.engine.step()
+        assert bench.engine.kv_bytes <= budget
+    assert all(isinstance(bench.final(rid), p.DecodeResult) for rid in rids)
