@@ -108,6 +108,8 @@ def prepare_decode_step(cache: SessionCache) -> None:
         if isinstance(store, PackedRows):
             if store.reach.kind == "chunked" or any(codecs != DENSE for codecs in store.codecs):
                 raise CannotCompile("only dense full-attention and window layers are traced")
+            if any(store.chains):
+                raise CannotCompile("rows that share trunks are read in parts")
             if any(plane is None for plane in store.planes):
                 raise CannotCompile("a layer stores nothing")
             store.make_room(1)

@@ -13,6 +13,10 @@ class CannotTrim(ValueError):
     """A layer can't forget exactly what was asked; nothing was changed."""
 
 
+class NotShared(RuntimeError):
+    """A model reads keys and values otherwise than through our attention: its rows can't share a trunk."""
+
+
 class Mismatch(ValueError):
     """Rows of different models, geometry or dtype can't share a batch; nothing was changed."""
 

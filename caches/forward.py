@@ -11,6 +11,7 @@ from stateroom.caches.layout import Layout
 from stateroom.caches.masks import Mask
 from stateroom.caches.planes import Plane
 from stateroom.caches.reach import Reach
+from stateroom.caches.trunk import Level
 from stateroom.kernels.spans import Spans
 
 Fetched = tuple[mx.array, mx.array]  # keys and values
@@ -29,8 +30,10 @@ class Forward:
     start: mx.array  # the column where all rows write, or [B, 1, n, 1] columns when ends differ
     scatter: bool
     width: int  # columns in use after the append
+    shared: bool  # some row has tokens in trunks
     before: tuple[list[Plane], Layout]
     masks: dict[tuple[int, Reach, bool], Mask] = field(default_factory=dict)
     overlays: dict[Hashable, mx.array] = field(default_factory=dict)  # masks of the named reads
     spans: dict[Reach | None, Spans] = field(default_factory=dict)
+    levels: list[Level] | None = None  # the trunks that rows read, made by the first layer that does
     fetched: dict[int, Fetched] = field(default_factory=dict)  # layer → what its model was given

@@ -113,6 +113,14 @@ class Layout:
             forgotten = 0
         return self._with(row, offset - n, forgotten)
 
+    def narrow(self, row: int, length: int) -> Layout:
+        """`row` goes back to `length` tokens, all of which lie before its columns."""
+        self._check_row(row)
+        first = self.forgotten[row]
+        if not 0 <= length <= first:
+            raise ValueError(f"{length} tokens aren't all before the columns of a row that begin at {first}")
+        return self._with(row, length, length)
+
     def with_offsets(self, offset: Sequence[int]) -> Layout:
         """Each row at another length, within what it holds."""
         return Layout(self.left_pad, tuple(offset), self.forgotten)

@@ -13,6 +13,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from stateroom.caches.codecs.codec import Codec
+from stateroom.caches.errors import NotShared
 from stateroom.caches.session import SessionCache
 
 PROMPTS = (tuple(range(1, 25)), (5, 2))
@@ -82,7 +83,7 @@ def _off(model: Any, group: SessionCache, alone: list[SessionCache]) -> float | 
     """How far the next tokens' logits of any row are from those of the session alone; None if it can't."""
     worst = 0.0
     for shift in range(STEPS):
-        tokens = [token + shift for token in NEXT]
+        tokens = [token + shift for token in NEXT[: len(alone)]]
         try:
             packed = group.forward(model, mx.array(tokens)[:, None])[:, -1].astype(mx.float32)
             mx.eval(packed)
@@ -113,3 +114,16 @@ def slices_decode(codec: Codec, width: int) -> bool:
         if not mx.abs(got - want).max() <= 1e-3 * mx.abs(want).max():
             return False
     return True
+
+
+def branches_agree(model: Any) -> bool:
+    """A session that has its tokens in a trunk answers as without: all reads of the model are ours."""
+    whole = SessionCache.create(model)
+    whole.forward(model, mx.array([PROMPTS[0]]))
+    parent = whole.fork()
+    child = parent.branch(shared_min=1)
+    try:
+        offs = [_off(model, session, [whole.fork()]) for session in (parent, child)]
+    except NotShared:
+        return False
+    return all(off is not None and off <= PADDING_MIN for off in offs)

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from stateroom.caches.codecs.read import read, read_masked
+from stateroom.caches.errors import NotShared
 from stateroom.caches.masks import Mask, block_overlay, encoder_mask, narrowed
 from stateroom.caches.reach import Window
 from stateroom.caches.rows import PackedRows
+from stateroom.caches.shared_reads import join_trunks
 from stateroom.kernels.dispatch import decode_attention, decode_form, join_segments, span_attention
 from stateroom.kernels.join_segments.reference import Attended
 from stateroom.kernels.sinks import with_sinks
@@ -40,6 +42,9 @@ def attend(
         # A CPU would add up halves in halves; and what sinks take their share of must not be rounded before.
         exactly = queries.astype(mx.float32)
         return attend(rows, layer, exactly, keys, values, scale, mask, sinks).astype(queries.dtype)
+    if rows.forward.shared:
+        attended = _attend_shared(rows, layer, queries, keys, values, scale, mask)
+        return (attended if sinks is None else with_sinks(attended, sinks)).output
     alone = queries.shape[2] == 1
     by_planes = not rows.is_dense(layer) or (not alone and decode_form() == "folded")
     if by_planes and rows.is_ours(layer, keys, values):
@@ -49,6 +54,23 @@ def attend(
     if alone and sinks is None and not isinstance(mask, str) and _is_of_columns(mask):
         return decode_attention(queries, keys, values, scale, mask)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
+def _attend_shared(
+    rows: PackedRows,
+    layer: int,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: Mask,
+) -> Attended:
+    """Rows of which some have tokens in trunks. `NotShared` where the model does something of its own."""
+    own = _read_planes(rows, layer, queries, scale, mask) if rows.is_ours(layer, keys, values) else None
+    columns = rows.spans(mask)
+    if own is None or columns is None:
+        raise NotShared("keys, values or a mask that are not those of the rows")
+    return join_trunks(rows, layer, queries, own, scale, columns[1])
 
 
 def _read_planes(

@@ -56,6 +56,7 @@ class PackedRows(StoredRows):
             start=_columns(layout, n) if scatter else mx.array([layout.width], dtype=mx.int32),
             scatter=scatter,
             width=layout.width + n,
+            shared=any(self.chains),
             before=before,
         )
 
@@ -72,7 +73,7 @@ class PackedRows(StoredRows):
             new_values = planes[start + 1] = self._appended(planes[start + 1], values, forward)
             first, width = forward.first, forward.width
             fetched = new_keys[:, :, first:width], new_values[:, :, first:width]
-            if forward.tokens > 1:
+            if forward.tokens > 1 or forward.shared:
                 forward.fetched[layer] = fetched
             return fetched
         for place, new in enumerate((*key_codec.encode(keys), *value_codec.encode(values)), start):
@@ -180,6 +181,13 @@ class PackedRows(StoredRows):
         """The token of a lone row in the first column that is read."""
         layout, first = self._view()
         return layout.forgotten[0] + first
+
+    @property
+    def query_positions(self) -> mx.array:
+        """The position of each new token, int32 [B, N]."""
+        forward = self._open()
+        first = mx.array(forward.layout.offset, dtype=mx.int32)[:, None]
+        return first + mx.arange(forward.tokens)[None]
 
     def is_ours(self, layer: int, keys: mx.array, values: mx.array) -> bool:
         """Both are what this forward gave the layer's model, untouched."""

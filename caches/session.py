@@ -19,6 +19,8 @@ from stateroom.caches.layers.state import StateRows
 from stateroom.caches.layout import capacity_for
 from stateroom.caches.reach import FULL, Full
 from stateroom.caches.rows import FORGET_MIN, TRIM_BACK, PackedRows
+from stateroom.caches.stored_rows import SHARED_MIN
+from stateroom.caches.trunk import Trunk
 
 Model = Callable[..., mx.array]
 Kept = tuple[Blueprint | None, list[Store], tuple[int, ...]]  # a session as it was, see `SessionCache._kept`
@@ -74,6 +76,12 @@ class SessionCache:
     def offsets(self) -> tuple[int, ...]:
         """Tokens stored per row."""
         return self._offsets
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Tokens per row that a group would be padded to: those that are in no trunk."""
+        full = next((s for s in self.stores if isinstance(s, PackedRows) and s.reach is FULL), None)
+        return self._offsets if full is None else full.layout.held
 
     def kinds(self) -> list[Kind]:
         """The layers by kind, as they are stored now."""
@@ -328,6 +336,55 @@ class SessionCache:
         if self.rows != 1:
             raise ValueError(f"only a lone session can be forked, this group has {self.rows} rows")
         return self.extract_row(0)
+
+    def branch(self, shared_min: int = SHARED_MIN) -> SessionCache:
+        """A lone session's child, which shares all that it holds. Nothing is copied, whatever the length.
+
+        Fewer than `shared_min` tokens that no trunk holds yet are copied.
+        """
+        if self.rows != 1:
+            raise ValueError(f"only a lone session can be branched, this group has {self.rows} rows")
+        stores = [store.sharing() for store in self.stores]
+        children: list[Store] = []
+        for store in stores:
+            if isinstance(store, PackedRows) and store.reach is FULL:
+                children.append(store.branch(shared_min))
+            else:
+                children.append(store.sharing())
+        self._hold(stores)
+        return self.holding(children, self._offsets)
+
+    def take_back(self) -> None:
+        """A lone session goes on in trunks that no other has in view."""
+        for store in self.stores:
+            if isinstance(store, PackedRows):
+                store.take_back()
+
+    @property
+    def trunks(self) -> set[Trunk]:
+        """What rows share with other sessions, or did."""
+        return {trunk for row in range(self.rows) for trunk in self.row_trunks(row)}
+
+    def row_trunks(self, row: int) -> set[Trunk]:
+        """Those of one row."""
+        packed = [store for store in self.stores if isinstance(store, PackedRows)]
+        return {view.trunk for store in packed for view in store.chains[row]}
+
+    def shared_bytes(self, row: int) -> int:
+        """What of a row's tokens lies in trunks."""
+        packed = [store for store in self.stores if isinstance(store, PackedRows)]
+        return sum(s.bytes_per_token * sum(view.length for view in s.chains[row]) for s in packed)
+
+    def branch_bytes(self, shared_min: int = SHARED_MIN) -> int:
+        """What `branch` copies, or lets the child share until it writes."""
+        total = 0
+        for store in self.stores:
+            if isinstance(store, PackedRows) and store.reach is FULL:
+                held = store.layout.held[0]
+                total += held * store.bytes_per_token if held < shared_min else 0
+            else:
+                total += store.nbytes_capacity
+        return total
 
     def forget_unseen(self) -> None:
         """Drops what windows hold beyond what they show and can be trimmed by."""

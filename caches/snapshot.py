@@ -37,7 +37,7 @@ def take(cache: SessionCache) -> Snapshot:
     alone = cache.extract_row(0)
     arrays: dict[str, mx.array] = {}
     facts: Facts = {"format": FORMAT, "length": alone.offsets[0], "quantised": alone.quantised}
-    for n, store in enumerate(alone.stores):
+    for n, store in enumerate(store.whole() for store in alone.stores):
         facts[f"{n}.signature"] = _name_of(store)
         if isinstance(store, PackedRows):
             facts[f"{n}.forgotten"] = store.layout.forgotten[0]

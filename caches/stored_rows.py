@@ -25,7 +25,9 @@ from stateroom.caches.layout import Layout, capacity_for
 from stateroom.caches.planes import Plane
 from stateroom.caches.ragged import Ragged
 from stateroom.caches.reach import FULL, Reach
+from stateroom.caches.trunk import Chain, Trunk, View, cut, twin
 
+SHARED_MIN = 64  # tokens; a shorter run costs more to read apart than it costs to copy
 TRIM_BACK = 32  # tokens that a window can always be trimmed by: a speculative round, a step looked ahead
 
 LayerCodecs = tuple[Codec, Codec]  # of keys and of values
@@ -46,7 +48,18 @@ class DonorView:
 class StoredRows:
     """The planes of some layers for `rows` rows, and the one layout they share."""
 
-    __slots__ = ("_at", "_forward", "_junk", "_ragged", "_round", "codecs", "layout", "planes", "reach")
+    __slots__ = (
+        "_at",
+        "_forward",
+        "_junk",
+        "_ragged",
+        "_round",
+        "chains",
+        "codecs",
+        "layout",
+        "planes",
+        "reach",
+    )
 
     def __init__(self, codecs: Sequence[LayerCodecs], rows: int = 1, reach: Reach = FULL) -> None:
         self.codecs = tuple(codecs)
@@ -61,6 +74,8 @@ class StoredRows:
         self._junk = False  # a lone row may have bytes behind its end; it never reads there
         self._round: tuple[int, ...] | None = None  # offsets when a speculative round began
         self._ragged: Ragged | None = None  # an open ragged prefill
+        # What a row of full reach has before its columns, shared with others; its layout calls it forgotten.
+        self.chains: tuple[Chain, ...] = ((),) * rows
 
     @classmethod
     def dense(cls, layers: int, rows: int = 1, reach: Reach = FULL) -> Self:
@@ -94,6 +109,7 @@ class StoredRows:
                 for i in range(len(sources[0].planes))
             ],
             layout,
+            tuple(chain for source in sources for chain in source.chains),
         )
 
     def extract_row(self, row: int) -> Self:
@@ -105,7 +121,7 @@ class StoredRows:
             None if p is None or start == end else mx.contiguous(p[row : row + 1, :, start:end])
             for p in self.planes
         ]
-        return self._made(planes, only)
+        return self._made(planes, only, (self.chains[row],))
 
     def filtered(self, keep: Sequence[int]) -> Self:
         """The rows of `keep`, in its order, without the padding that all of them share. None is legal.
@@ -113,12 +129,12 @@ class StoredRows:
         An open ragged prefill goes on with the rows that are kept.
         """
         self._refuse_inside_forward()
-        layout, cut = self.layout.filter(keep)
+        layout, front = self.layout.filter(keep)
         index = mx.array(list(keep), dtype=mx.int32)
         planes: list[Plane] = [None] * len(self.planes)
         if layout.width:
-            planes = [None if p is None else mx.take(p[:, :, cut:], index, axis=0) for p in self.planes]
-        kept = self._made(planes, layout)
+            planes = [None if p is None else mx.take(p[:, :, front:], index, axis=0) for p in self.planes]
+        kept = self._made(planes, layout, tuple(self.chains[i] for i in keep))
         kept._round = None if self._round is None else tuple(self._round[i] for i in keep)
         kept._ragged = None if self._ragged is None else self._ragged.filter(keep)
         kept._junk = self._junk
@@ -127,7 +143,7 @@ class StoredRows:
     def filter_rows(self, keep: Sequence[int]) -> None:
         """`filtered`, in place."""
         kept = self.filtered(keep)
-        self.planes, self.layout = kept.planes, kept.layout
+        self.planes, self.layout, self.chains = kept.planes, kept.layout, kept.chains
         self._round, self._ragged = kept._round, kept._ragged
 
     def align_rows(self, left_pad: Sequence[int]) -> None:
@@ -141,53 +157,64 @@ class StoredRows:
     def forget_unseen(self) -> None:
         """Drops what no query can see any more and no trim within `TRIM_BACK` needs."""
         self._refuse_inside_forward()
-        cut = 0 if self.reach is FULL else self._unseen()
-        if cut:
+        front = 0 if self.reach is FULL else self._unseen()
+        if front:
             kept = [
-                None if p is None else plane_of.forgetting(p, self.layout, cut, self.reach.pinned)
+                None if p is None else plane_of.forgetting(p, self.layout, front, self.reach.pinned)
                 for p in self.planes
             ]
-            self._replace([p if p is None else mx.contiguous(p) for p in kept], self.layout.forget(cut))
+            self._replace([p if p is None else mx.contiguous(p) for p in kept], self.layout.forget(front))
 
     def can_trim(self, row: int, n: int) -> bool:
         """`trim(row, n)` would be exact."""
+        if self.chains[row]:
+            return 0 <= n <= self.layout.offset[row]
         return self.layout.can_trim(row, n, self.reach)
 
     def trim_floor(self, row: int) -> int:
         """The shortest length that `row` can be trimmed to, but for what is within its pinned tokens."""
-        return self.layout.trim_floor(row, self.reach)
+        return 0 if self.chains[row] else self.layout.trim_floor(row, self.reach)
 
     def trim(self, row: int, n: int) -> None:
         """`row` forgets its last `n` tokens; ValueError when it holds fewer or would miss some then."""
         self._refuse_unfinished()
-        layout = self.layout.trim(row, n, self.reach)
+        length = self.layout.offset[row] - n
+        chains = self.chains
+        if chains[row] and n >= 0 and 0 <= length < self.layout.forgotten[row]:
+            layout = self.layout.narrow(row, length)
+            chains = (*chains[:row], cut(chains[row], length), *chains[row + 1 :])
+        else:
+            layout = self.layout.trim(row, n, self.reach)
         start, end = layout.ends[row], self.layout.ends[row]
         planes = self.planes
         if start < end and layout.rows > 1:
             planes = [None if p is None else plane_of.zeroed(p, row, start, end) for p in planes]
         fitting = capacity_for(layout.width + 1)
         if self.capacity > 2 * fitting:  # gives back what most likely would stay empty
-            cut = [None if p is None else mx.contiguous(p[:, :, :fitting]) for p in planes]
-            planes = self._made(cut, layout).planes
+            fewer = [None if p is None else mx.contiguous(p[:, :, :fitting]) for p in planes]
+            planes = self._made(fewer, layout).planes
         self.planes, self.layout, self._junk = planes, layout, layout.rows == 1
+        self.chains = chains
 
     def copy(self) -> Self:
         """The same rows in arrays of their own; nothing beyond the columns in use is taken along."""
         self._refuse_unfinished()
         width = self.layout.width
         planes = [None if p is None or not width else mx.contiguous(p[:, :, :width]) for p in self.planes]
-        return self._made(planes, self.layout)
+        return self._made(planes, self.layout, self.chains)
 
     def sharing(self) -> Self:
         """The same rows, an open round and all, over the same arrays; who appends first pays for a copy."""
         self._refuse_inside_forward()
-        made = self._with(list(self.planes), self.layout)
+        made = self._with(list(self.planes), self.layout, self.chains)
         made._round, made._ragged, made._junk = self._round, self._ragged, self._junk
         return made
 
     def recoded(self, codecs: Sequence[LayerCodecs]) -> Self:
         """The same tokens, an open round and all, as other codecs store what these give back."""
         self._refuse_unfinished()
+        if any(self.chains):
+            return self.whole().recoded(codecs)
         made = type(self)(codecs, self.layout.rows, self.reach)
         made.layout, made._round = self.layout, self._round
         for layer, (keys, values) in enumerate(made.codecs):
@@ -215,6 +242,70 @@ class StoredRows:
         clean = [plane_of.only_live(p, layout) if padded and p is not None else p for p in planes]
         self._replace(clean, layout)
         self._round = self._ragged = None
+        self.chains = ((),) * layout.rows
+
+    # ------------------------------------------------------------ trunks
+
+    def branch(self, shared_min: int = SHARED_MIN) -> Self:
+        """A lone row's twin for another session, with which it shares all of its tokens. Copies none.
+
+        Its columns are frozen into a trunk, which both have in view from then on; a short run is copied.
+        """
+        self._refuse_unfinished()
+        if self.layout.rows != 1 or self.reach is not FULL:
+            raise ValueError("only a lone row of full reach is branched")
+        (held,), (offset,), (chain,) = self.layout.held, self.layout.offset, self.chains
+        if held < shared_min:
+            return self._made(
+                [p if p is None else mx.contiguous(p) for p in self.planes], self.layout, (twin(chain),)
+            )
+        if any(self.layout.left_pad):
+            self.align_rows((0,))
+        trunk = Trunk(self.planes, offset - held, offset)
+        self.planes, self.layout = [None] * len(self.planes), Layout((0,), (offset,), (offset,))
+        self.chains, self._junk = ((*chain, View(trunk, held)),), False
+        return self._with(list(self.planes), self.layout, (twin(self.chains[0]),))
+
+    def take_back(self) -> None:
+        """A lone row whose last trunk nobody else has in view goes on in it; what came since is copied."""
+        if (
+            self.layout.rows != 1
+            or not self.chains[0]
+            or self._forward is not None
+            or self._round is not None
+        ):
+            return
+        *rest, last = self.chains[0]
+        (held,), (offset,) = self.layout.held, self.layout.offset
+        if last.trunk.holders > 1:
+            return
+        start = last.trunk.start
+        needed = capacity_for(offset - start + 1)
+        planes: list[Plane] = []
+        for old, new in zip(last.trunk.planes, self.planes, strict=True):
+            if old is not None and new is not None and held:
+                at = mx.array([last.length], dtype=mx.int32)
+                old = mx.slice_update(plane_of.grown(old, needed), new[:, :, :held], at, (2,))
+            planes.append(old)
+        self.planes, self.layout = planes, Layout((0,), (offset,), (start,))
+        self.chains, self._junk = (tuple(rest),), True
+
+    def whole(self) -> Self:
+        """The same rows with all tokens in columns of their own."""
+        if not any(self.chains):
+            return self
+        if self.layout.rows > 1:
+            return type(self).merge_rows([self.extract_row(i).whole() for i in range(self.layout.rows)])
+        (chain,), (held,), (offset,) = self.chains, self.layout.held, self.layout.offset
+        planes: list[Plane] = []
+        for i, plane in enumerate(self.planes):
+            parts = [v.trunk.planes[i][:, :, : v.length] for v in chain if v.trunk.planes[i] is not None]
+            if plane is not None and held:
+                parts.append(plane[:, :, self.layout.left_pad[0] : self.layout.ends[0]])
+            planes.append(mx.concatenate(parts, axis=2) if parts else None)
+        made = self._made(planes, Layout((0,), (offset,)), ((),))
+        made._round = self._round
+        return made
 
     # ------------------------------------------------------------ speculative rounds
 
@@ -324,11 +415,19 @@ class StoredRows:
         return self._everything(layer)
 
     def _everything(self, layer: int) -> tuple[mx.array, mx.array]:
+        if any(self.chains):
+            return self.whole()._everything(layer)
         if not self.layout.width:
             raise ValueError("this layer holds nothing yet")
         return self._decoded(layer, 0, self.layout.width)
 
     # ------------------------------------------------------------ inside
+
+    def layer_planes(self, planes: Sequence[Plane], layer: int) -> tuple[list[mx.array], list[mx.array]]:
+        """A layer's planes of keys and of values, of all that rows like these have."""
+        start, middle, end = self._at[2 * layer : 2 * layer + 3]
+        held = [plane for plane in planes[start:end] if plane is not None]
+        return held[: middle - start], held[middle - start :]
 
     def stored(self, layer: int) -> tuple[Sequence[mx.array], Sequence[mx.array]]:
         """The planes of a layer's keys and of its values, whole."""
@@ -373,15 +472,17 @@ class StoredRows:
             lengths = [min(pair) for pair in zip(lengths, self._round, strict=True)]
         return self.layout.unseen(self.reach, lengths)
 
-    def _with(self, planes: list[Plane], layout: Layout) -> Self:
+    def _with(self, planes: list[Plane], layout: Layout, chains: tuple[Chain, ...] | None = None) -> Self:
         made = type(self)(self.codecs, layout.rows, self.reach)
         made.planes, made.layout = planes, layout
+        if chains is not None:
+            made.chains = chains
         return made
 
-    def _made(self, planes: list[Plane], layout: Layout) -> Self:
+    def _made(self, planes: list[Plane], layout: Layout, chains: tuple[Chain, ...] | None = None) -> Self:
         """Computes the planes now: a lazy copy would pin the rows that it comes from, and fail too late."""
         mx.eval([p for p in planes if p is not None])
-        return self._with(planes, layout)
+        return self._with(planes, layout, chains)
 
     def _replace(self, planes: list[Plane], layout: Layout) -> None:
         """The same rows in other columns; an open round goes on."""
@@ -406,15 +507,23 @@ class StoredRows:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token of one row in all planes; 0 before the first append."""
-        return sum(p.shape[1] * p.shape[3] * p.dtype.size for p in self.planes if p is not None)
+        planes: Sequence[Plane] = self.planes
+        if not any(p is not None for p in planes):
+            planes = next((chain[0].trunk.planes for chain in self.chains if chain), ())
+        return sum(p.shape[1] * p.shape[3] * p.dtype.size for p in planes if p is not None)
 
     @property
     def nbytes_live(self) -> int:
         return self.bytes_per_token * sum(self.layout.held)
 
     def row_bytes(self, row: int) -> int:
-        """What the tokens of one row take."""
-        return self.bytes_per_token * self.layout.held[row]
+        """What the tokens of one row take, those in trunks too."""
+        shared = sum(view.length for view in self.chains[row])
+        return self.bytes_per_token * (shared + self.layout.held[row])
+
+    @property
+    def trunks(self) -> set[Trunk]:
+        return {view.trunk for chain in self.chains for view in chain}
 
     @property
     def nbytes_capacity(self) -> int:

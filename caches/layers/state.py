@@ -169,6 +169,9 @@ class StateRows:
     def forget_unseen(self) -> None:
         """Nothing: a state holds no tokens."""
 
+    def whole(self) -> StateRows:
+        return self
+
     def can_trim(self, row: int, n: int) -> bool:
         return n == 0
 

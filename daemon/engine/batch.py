@@ -49,6 +49,7 @@ class Batch:
         for stream in streams:
             assert stream.session.cache is not None
             assert stream.session.missing == 0
+            stream.session.cache.take_back()
             caches.append(stream.session.cache)
         if len(caches) > 1:
             for cache in caches:

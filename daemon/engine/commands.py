@@ -253,14 +253,19 @@ class Commands:
 
     def _fork(self, command: Command, request: p.Fork) -> None:
         session = self._idle_session(command)
-        self.engine.memory.admit(session.served, *((None, session.length) for _ in command.children))
+        cache, n = session.cache, len(command.children)
+        shares = session.served.caps.fork == "shared"
+        if cache is not None and shares:
+            self.engine.memory.admit_bytes(n * cache.branch_bytes())
+        else:
+            self.engine.memory.admit(session.served, *((None, session.length) for _ in command.children))
         children = []
         for child_id in command.children:
             child = Session(
                 child_id, session.served, background=session.background, tokens=list(session.tokens)
             )
-            if session.cache is not None:
-                child.cache = session.cache.fork()
+            if cache is not None:
+                child.cache = cache.branch() if shares else cache.fork()
                 child.stored, child.trail = session.stored, session.trail.copy()
                 mx.async_eval(child.cache.arrays())
             child.chat = child.chat_told = list(session.chat)
@@ -271,7 +276,7 @@ class Commands:
         result = p.ForkResult(
             sessions=[child.id for child in children],
             length=session.length,
-            shared_bytes=session.trail.nbytes,
+            shared_bytes=self.engine.memory.told(session)[1],
             copied_bytes=sum(child.kv_bytes for child in children),
         )
         self.engine.answer(command.rid, result, self.engine.journal(session, session.length))
@@ -322,7 +327,7 @@ class Commands:
 
     def _close(self, command: Command, request: p.Close) -> None:
         session = self._idle_session(command)
-        freed = session.kv_bytes + session.trail.nbytes - session.trail.shared_nbytes
+        freed, _, _ = self.engine.memory.told(session)
         del self.engine.sessions[session.id]
         session.drop_kv()
         self.engine.answer(command.rid, p.CloseResult(freed_bytes=freed))

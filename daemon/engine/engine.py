@@ -151,13 +151,14 @@ class Engine:
         if session.chat is not session.chat_told:
             chat = bounded(session.chat) if session.chat != session.chat_told else None
             session.chat_told = session.chat
+        private, shared, live = self.memory.told(session)
         return Journal(
             session=session.id,
             keep=keep,
             tokens=session.tokens[keep:],
-            private_bytes=self.memory.held_by(session) + session.trail.nbytes - session.trail.shared_nbytes,
-            shared_bytes=session.trail.shared_nbytes,
-            live_bytes=self.memory.live_in(session),
+            private_bytes=private,
+            shared_bytes=shared,
+            live_bytes=live,
             resident=session.lent or session.stored > 0 or session.length <= 1,
             chat=chat,
             trim_floor=None if session.lent else session.trim_floor,
@@ -256,9 +257,9 @@ class Engine:
         other = batch.cache if batch.cache is not None else coming[0].session.cache if coming else None
         if other is None or other.signature != cache.signature:
             return other is None
-        together = [*(batch.cache.offsets if batch.cache is not None else ()), *cache.offsets]
+        together = [*(batch.cache.columns if batch.cache is not None else ()), *cache.columns]
         together += [
-            offset for stream in coming if stream.session.cache for offset in stream.session.cache.offsets
+            offset for stream in coming if stream.session.cache for offset in stream.session.cache.columns
         ]
         padding = len(together) * max(together) - sum(together)
         return self.memory.has_room(int(padding * cache.bytes_per_token))

@@ -105,6 +105,7 @@ class Fill:
     def launch(self, model: nn.Module, tokens: int) -> list[mx.array]:
         """Starts a forward pass over the next tokens; gives the arrays whose evaluation ends it."""
         session, cache = self.session, self._cache()
+        cache.take_back()
         piece = session.tokens[session.stored : session.stored + tokens]
         # The logits are never evaluated: a prefill needs only the KV.
         cache.forward(model, mx.array([piece], dtype=mx.uint32))

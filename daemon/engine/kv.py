@@ -10,7 +10,7 @@ from mlx import nn
 from stateroom.caches.blueprint import Blueprint
 from stateroom.caches.codecs.codec import Codec
 from stateroom.caches.codecs.scheme import CannotQuantise, Scheme
-from stateroom.caches.probe import rows_agree, slices_decode
+from stateroom.caches.probe import branches_agree, rows_agree, slices_decode
 from stateroom.caches.rows import LayerCodecs
 from stateroom.caches.session import SessionCache
 from stateroom.client.errors import Unsupported
@@ -53,6 +53,7 @@ class Schemes:
         sample = self._fed(SessionCache.empty(self._blueprint))
         self._geometry = sample.geometry()
         self.batchable = rows_agree(model)
+        self._shares = branches_agree(model)
         self._tried: set[tuple[Codec, int]] = set()
         self.dense = self._served(self._blueprint, sample)
         # From the first token on; from which length doesn't change what is stored, and has a million values.
@@ -110,7 +111,7 @@ class Schemes:
         caps = Caps(
             trim="any" if blueprint.trimmable else "checkpoints",
             trim_floor=0,
-            fork="copy",
+            fork="shared" if self._shares else "copy",
             batch=self.batchable,
             speculative=False,
             kv=[KindCaps(kind=k.kind, scheme=k.scheme, layers=k.layers) for k in blueprint.kinds],

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from stateroom.caches.layout import CAPACITY_STEP
 from stateroom.caches.session import SessionCache
 from stateroom.client.errors import Capacity
 from stateroom.daemon.engine.fill import Fill
@@ -45,32 +46,43 @@ class Memory:
         engine = self._engine
         batches = sum(batch.cache.nbytes_capacity for batch in engine.batches if batch.cache is not None)
         rows = sum(session.kv_bytes for session in engine.sessions.values())
-        return batches + rows + self._marks_bytes(engine.sessions.values())
+        caches = [batch.cache for batch in engine.batches]
+        caches += [session.cache for session in engine.sessions.values()]
+        trunks = {trunk for cache in caches if cache is not None for trunk in cache.trunks}
+        shared = sum(trunk.nbytes for trunk in trunks)
+        return batches + rows + shared + self._marks_bytes(engine.sessions.values())
 
     def held_by(self, session: Session) -> int:
         """What a session's rows take now, its share of a batch if its row is lent."""
-        place = self._place(session)
-        if place is None:
-            return session.kv_bytes
-        cache, _ = place
-        return cache.nbytes_capacity // cache.rows
+        cache, _ = self._place(session)
+        return cache.nbytes_capacity // cache.rows if cache is not None else 0
 
-    def live_in(self, session: Session) -> int:
-        """KV of a session's tokens, without spare capacity and padding."""
-        place = self._place(session)
-        if place is None:
-            return session.live_bytes
-        cache, row = place
-        return cache.row_bytes(row)
+    def told(self, session: Session) -> tuple[int, int, int]:
+        """Bytes as `info` tells them: private, shared, and of both what tokens fill.
 
-    def _place(self, session: Session) -> tuple[SessionCache, int] | None:
-        """The group that has its row, and which one that is."""
-        if session.lent:
-            for batch in self._engine.batches:
-                for row, stream in enumerate(batch.members):
-                    if stream.session is session and batch.cache is not None:
-                        return batch.cache, row
-        return None
+        Trunks and checkpoints are shared while others have them too.
+        """
+        cache, row = self._place(session)
+        marks = session.trail
+        private, shared = marks.nbytes - marks.shared_nbytes, marks.shared_nbytes
+        if cache is None:
+            return private, shared, 0
+        for trunk in cache.row_trunks(row):
+            if trunk.holders > 1:
+                shared += trunk.nbytes
+            else:
+                private += trunk.nbytes
+        return private + cache.nbytes_capacity // cache.rows, shared, cache.row_bytes(row)
+
+    def _place(self, session: Session) -> tuple[SessionCache | None, int]:
+        """The cache that has the session's row, and which one that is."""
+        if not session.lent:
+            return session.cache, 0
+        for batch in self._engine.batches:
+            for row, stream in enumerate(batch.members):
+                if stream.session is session:
+                    return batch.cache, row
+        return None, 0
 
     @staticmethod
     def _marks_bytes(sessions: Iterable[Session]) -> int:
@@ -98,9 +110,14 @@ class Memory:
 
         Raises `Capacity`, and nothing has changed.
         """
+        if self.budget_bytes is not None:
+            growth = (self._growth(served, session, length, at_once) for session, length in growths)
+            self.admit_bytes(sum(growth))
+
+    def admit_bytes(self, needed: int) -> None:
+        """The same for so many bytes."""
         if self.budget_bytes is None:
             return
-        needed = sum(self._growth(served, session, length, at_once) for session, length in growths)
         free = self.budget_bytes - self.held_bytes - self._promised()
         theirs = {session for session, _ in growths}  # whose plans may count on their checkpoints
         if needed > max(free, 0) and not self._made_room(needed - free, theirs):
@@ -141,7 +158,12 @@ class Memory:
 
     def _growth(self, served: Served, session: Session | None, length: int, at_once: int) -> int:
         """Bytes that a session (None: a new one) has still to take to hold so many tokens."""
-        held = self.held_by(session) if session is not None else 0
+        held = 0
+        cache, row = self._place(session) if session is not None else (None, 0)
+        if cache is not None:
+            # Rounded as planes are: what comes behind a trunk may need a step of capacity more.
+            step = CAPACITY_STEP * int(cache.bytes_per_token)
+            held = cache.nbytes_capacity // cache.rows + max(cache.shared_bytes(row) - step, 0)
         return max(served.projected_bytes(length, at_once) - held, 0)
 
     def _promised(self) -> int:

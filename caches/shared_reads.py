@@ -1,0 +1,86 @@
+"""Attention of rows that have tokens in trunks: each trunk once for all its rows, then the rows' own columns.
+
+Partial attentions are joined by their log-sum-exp. A trunk's tokens all come before the queries, so that its
+read needs no mask, and all queries of all its rows lie side by side as the queries of one row.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from stateroom.caches.codecs.read import read, read_masked
+from stateroom.caches.rows import PackedRows
+from stateroom.caches.trunk import Level, Trunk, levels
+from stateroom.kernels.dispatch import join_segments
+from stateroom.kernels.join_segments.reference import Attended
+from stateroom.kernels.spans import Spans
+
+
+def join_trunks(
+    rows: PackedRows, layer: int, queries: mx.array, own: Attended, scale: float, window: int | None
+) -> Attended:
+    """`own`, what queries [B, H, N, D] saw of their rows' columns, joined with what they see of trunks."""
+    forward = rows.forward
+    if forward.levels is None:
+        forward.levels = levels(rows.chains)
+    parts = [own, *(_level(rows, layer, queries, level, scale, window) for level in forward.levels)]
+    outputs = mx.stack([part.output.astype(mx.float32) for part in parts], axis=3)
+    joined = join_segments(outputs, mx.stack([part.lse for part in parts], axis=3))
+    return Attended(joined.output.astype(queries.dtype), joined.lse)
+
+
+def _level(
+    rows: PackedRows, layer: int, queries: mx.array, level: Level, scale: float, window: int | None
+) -> Attended:
+    parts = []
+    for trunk, length, members in level.reads:
+        some = queries if members is None else queries[members]
+        positions = None
+        if window is not None:
+            positions = rows.query_positions if members is None else rows.query_positions[members]
+        parts.append(_read(rows, layer, some, trunk, length, scale, window, positions))
+    if level.missing:
+        _, heads, count, _ = queries.shape
+        nothing = mx.zeros(
+            (level.missing, heads, count, parts[0].output.shape[-1]), dtype=parts[0].output.dtype
+        )
+        parts.append(Attended(nothing, mx.full((level.missing, heads, count), -mx.inf)))
+    if len(parts) == 1:
+        return parts[0]
+    output = mx.concatenate([part.output for part in parts])
+    lse = mx.concatenate([part.lse for part in parts])
+    return Attended(output, lse) if level.order is None else Attended(output[level.order], lse[level.order])
+
+
+def _read(
+    rows: PackedRows,
+    layer: int,
+    queries: mx.array,
+    trunk: Trunk,
+    length: int,
+    scale: float,
+    window: int | None,
+    positions: mx.array | None,
+) -> Attended:
+    """Queries [R, H, N, D] of rows that see the first `length` tokens of a trunk."""
+    keys, values = rows.codecs[layer]
+    key_planes, value_planes = rows.layer_planes(trunk.planes, layer)
+    count, heads, tokens, width = queries.shape
+    if positions is not None:
+        # [1, H, R x N, D], under what of the trunk each is too far from
+        side = queries.swapaxes(0, 1).reshape(1, heads, count * tokens, width)
+        at = mx.arange(trunk.start, trunk.start + length)[None]
+        near = (positions.reshape(-1, 1) < at + window)[None, None]
+        planes = ([p[:, :, :length] for p in key_planes], [p[:, :, :length] for p in value_planes])
+        output, lse = read_masked(side, keys, planes[0], values, planes[1], near, scale, clean=True)
+        shape = (heads, count, tokens)
+        return Attended(output.reshape(*shape, -1).swapaxes(0, 1), lse.reshape(*shape).swapaxes(0, 1))
+    kv_heads = key_planes[0].shape[1]
+    each = heads // kv_heads * tokens
+    # [1, Hkv x R x each, 1, D]: as heads of one token, so that nothing is causal
+    folded = queries.reshape(count, kv_heads, each, width).swapaxes(0, 1).reshape(1, -1, 1, width)
+    output, lse = read(
+        folded, keys, key_planes, values, value_planes, Spans.of([0], [length]), scale, clean=True
+    )
+    output = output.reshape(kv_heads, count, each, -1).swapaxes(0, 1).reshape(count, heads, tokens, -1)
+    return Attended(output, lse.reshape(kv_heads, count, each).swapaxes(0, 1).reshape(count, heads, tokens))

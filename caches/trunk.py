@@ -1,0 +1,100 @@
+"""Runs of tokens that sessions share: frozen, held by as many as have them in view, read once for all.
+
+A trunk is one row's planes that nobody appends to any more. Sessions see it through views, each of its
+first `length` tokens; a row's views, in order, hold its first tokens, and its own columns what follows.
+Forking freezes a row's columns and copies nothing; trimming into a trunk narrows a view; a trunk is freed
+with its last view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+
+class Trunk:
+    """`planes` [1, Hkv, capacity, field], as a codec stores them, of the tokens [start, end) of a row."""
+
+    __slots__ = ("__weakref__", "end", "holders", "planes", "start")
+
+    def __init__(self, planes: Sequence[mx.array | None], start: int, end: int) -> None:
+        self.planes = tuple(planes)
+        self.start = start
+        self.end = end
+        self.holders = 0  # views that are alive
+
+    @property
+    def nbytes(self) -> int:
+        """What its planes occupy, spare capacity too."""
+        return sum(plane.size * plane.dtype.size for plane in self.planes if plane is not None)
+
+
+class View:
+    """The first `length` tokens of a trunk, for one session. Copies of a session's cache share its views."""
+
+    __slots__ = ("length", "trunk")
+
+    def __init__(self, trunk: Trunk, length: int) -> None:
+        self.trunk = trunk
+        self.length = length
+        trunk.holders += 1
+
+    def __del__(self) -> None:
+        self.trunk.holders -= 1
+
+    @property
+    def end(self) -> int:
+        """The token after the last one in view."""
+        return self.trunk.start + self.length
+
+
+Chain = tuple[View, ...]  # of one row, in the order of time
+
+
+def twin(chain: Chain) -> Chain:
+    """The same tokens for another session."""
+    return tuple(View(view.trunk, view.length) for view in chain)
+
+
+def cut(chain: Chain, length: int) -> Chain:
+    """The views of a row's first `length` tokens."""
+    kept = []
+    for view in chain:
+        if view.end <= length:
+            kept.append(view)
+        elif view.trunk.start < length:
+            kept.append(View(view.trunk, length - view.trunk.start))
+    return tuple(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The n-th views of a group's rows: each trunk once, with the rows that have so much of it in view."""
+
+    reads: tuple[tuple[Trunk, int, mx.array | None], ...]  # trunk, length, rows; None: all, in order
+    order: (
+        mx.array | None
+    )  # where each row's part is when the reads stand one behind the other; None: in order
+    missing: int  # rows without an n-th view, behind the reads
+
+
+def levels(chains: Sequence[Chain]) -> list[Level]:
+    """What a group reads before its own columns: each trunk once for all rows that see as much of it."""
+    made = []
+    for depth in range(max(map(len, chains), default=0)):
+        groups: dict[tuple[Trunk, int], list[int]] = {}
+        for row, chain in enumerate(chains):
+            if depth < len(chain):
+                groups.setdefault((chain[depth].trunk, chain[depth].length), []).append(row)
+        placed = [row for rows in groups.values() for row in rows]
+        placed += [row for row, chain in enumerate(chains) if depth >= len(chain)]
+        every = list(range(len(chains)))
+        order = None if placed == every else mx.array([placed.index(row) for row in every], dtype=mx.int32)
+        reads = tuple(
+            (trunk, length, None if rows == every else mx.array(rows, dtype=mx.int32))
+            for (trunk, length), rows in groups.items()
+        )
+        made.append(Level(reads, order, sum(len(chain) <= depth for chain in chains)))
+    return made
