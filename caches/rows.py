@@ -138,7 +138,8 @@ class PackedRows(StoredRows):
         if key not in leases:
             layout, first = self._view()
             mask = make_mask(layout, n, reach, first)
-            spelled = as_array and isinstance(mask, str)
+            # A window that shows all of a row's own columns may still hide some of its trunks.
+            spelled = (as_array and isinstance(mask, str)) or (window is not None and any(self.chains))
             leases[key] = boolean_mask(layout, n, reach, first) if spelled else mask
         return leases[key]
 

@@ -256,9 +256,9 @@ class StoredRows:
             raise ValueError("only a lone row of full reach is branched")
         (held,), (offset,), (chain,) = self.layout.held, self.layout.offset, self.chains
         if held < shared_min:
-            return self._made(
-                [p if p is None else mx.contiguous(p) for p in self.planes], self.layout, (twin(chain),)
-            )
+            child = self.copy()
+            child.chains = (twin(chain),)
+            return child
         if any(self.layout.left_pad):
             self.align_rows((0,))
         trunk = Trunk(self.planes, offset - held, offset)

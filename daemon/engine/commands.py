@@ -256,7 +256,7 @@ class Commands:
         cache, n = session.cache, len(command.children)
         shares = session.served.caps.fork == "shared"
         if cache is not None and shares:
-            self.engine.memory.admit_bytes(n * cache.branch_bytes())
+            self.engine.memory.admit_bytes(n * cache.branch_bytes(self.engine.shared_min))
         else:
             self.engine.memory.admit(session.served, *((None, session.length) for _ in command.children))
         children = []
@@ -265,7 +265,7 @@ class Commands:
                 child_id, session.served, background=session.background, tokens=list(session.tokens)
             )
             if cache is not None:
-                child.cache = cache.branch() if shares else cache.fork()
+                child.cache = cache.branch(self.engine.shared_min) if shares else cache.fork()
                 child.stored, child.trail = session.stored, session.trail.copy()
                 mx.async_eval(child.cache.arrays())
             child.chat = child.chat_told = list(session.chat)

@@ -21,6 +21,7 @@ from stateroom.caches import attention
 from stateroom.caches.errors import UnknownKind
 from stateroom.caches.probe import pieces_agree
 from stateroom.caches.session import SessionCache
+from stateroom.caches.stored_rows import SHARED_MIN
 from stateroom.client.errors import Internal, Numeric, StateroomError
 from stateroom.client.limits import BATCH_MAX
 from stateroom.client.protocol import Body, LengthResult, Receipt
@@ -74,6 +75,7 @@ class Engine:
         pace: Pace | None = None,
         blas: BlasThreads | None = None,
         rows_max: int = BATCH_MAX,
+        shared_min: int = SHARED_MIN,
     ) -> None:
         self.loaded = loaded
         self.clock_ms = clock_ms
@@ -83,6 +85,7 @@ class Engine:
         self.pace = pace or Pace()
         self.blas = blas
         self.rows_max = rows_max
+        self.shared_min = shared_min  # tokens; a fork copies a shorter run
         self.sessions: dict[str, Session] = {}
         self.requests: dict[int, Work | Stream] = {}
         self.fills: FillQueue[Work] = FillQueue()

@@ -112,15 +112,15 @@ class Memory:
         """
         if self.budget_bytes is not None:
             growth = (self._growth(served, session, length, at_once) for session, length in growths)
-            self.admit_bytes(sum(growth))
+            # Whose plans may count on their checkpoints.
+            self.admit_bytes(sum(growth), {session for session, _ in growths})
 
-    def admit_bytes(self, needed: int) -> None:
-        """The same for so many bytes."""
+    def admit_bytes(self, needed: int, theirs: set[Session | None] | None = None) -> None:
+        """The same for so many bytes. `theirs`: sessions that must keep what they have."""
         if self.budget_bytes is None:
             return
         free = self.budget_bytes - self.held_bytes - self._promised()
-        theirs = {session for session, _ in growths}  # whose plans may count on their checkpoints
-        if needed > max(free, 0) and not self._made_room(needed - free, theirs):
+        if needed > max(free, 0) and not self._made_room(needed - free, theirs or set()):
             raise Capacity(  # what takes nothing more is never refused
                 f"This needs {needed} bytes of KV and {max(free, 0)} are free; close sessions or try again.",
                 needed_bytes=needed,

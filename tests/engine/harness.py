@@ -188,6 +188,13 @@ class Bench:
         error = np.abs(got - wanted).max() / max(np.abs(wanted).max(), 1e-6)
         assert error <= bound, f"{session_id}: logits differ by {error:.2e} of their size"
 
+    def check_trunks(self) -> None:
+        """Every trunk is in view of sessions that there are, and of nobody else."""
+        caches = [session.cache for session in self.engine.sessions.values() if session.cache is not None]
+        views = [v for c in caches for s in c.stores for chain in getattr(s, "chains", ()) for v in chain]
+        for trunk in {view.trunk for view in views}:
+            assert trunk.holders == sum(view.trunk is trunk for view in views)
+
 
 def greedy(bench: Bench, tokens: list[int], count: int) -> list[int]:
     """The plainest loop: a fresh mlx-lm cache, one token at a time."""

@@ -39,6 +39,7 @@ class Operations(RuleBasedStateMachine):
     architecture: ClassVar[str] = ""
     width: ClassVar[int] = 32
     schemes: ClassVar[list[p.KV | None]] = [None]
+    shared_min: ClassVar[int] = 64  # tokens that forks share rather than copy
     alone: ClassVar[bool] = False  # quanta run by themselves, as with a threaded BLAS
     _loaded: ClassVar[dict[str, object]] = {}
 
@@ -47,7 +48,9 @@ class Operations(RuleBasedStateMachine):
         model = f"{self.architecture}-{self.width}"
         if model not in self._loaded:
             self._loaded[model] = make_tiny_model(self.architecture, width=self.width)
-        options = {"blas": BlasThreads(Recorded(), 2)} if self.alone else {}
+        options: dict[str, object] = {"shared_min": self.shared_min}
+        if self.alone:
+            options["blas"] = BlasThreads(Recorded(), 2)
         self.bench = Bench(self._loaded[model], **options)  # type: ignore[arg-type]
         self.ids: list[str] = []
         self.touched: set[str] = set()
@@ -204,6 +207,7 @@ class Operations(RuleBasedStateMachine):
         assert not self.bench.incidents, self.bench.incidents
         assert not self.bench.engine.requests
         assert not self.bench.engine.batches
+        self.bench.check_trunks()
         # A write into a fork's sibling would show on one that wasn't touched: check those too.
         for session in self.ids:
             self.bench.check_law(session)
@@ -246,13 +250,28 @@ SCHEMES = [
 ]
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2", "falcon_h1"])
+def test_law_of_forks_that_share(architecture: str) -> None:
+    """Forks of forks over trunks of any length: no write of one is ever seen by another (B30)."""
+    machine = type(f"Forks_{architecture}", (Operations,), {"architecture": architecture, "shared_min": 1})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=25,
+            stateful_step_count=18,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2"])
 def test_law_of_mixed_schemes(architecture: str) -> None:
     """Sessions of several schemes side by side: each equals a fresh one of its own scheme."""
     machine = type(
         f"Schemes_{architecture}",
         (Operations,),
-        {"architecture": architecture, "width": 256, "schemes": SCHEMES},
+        {"architecture": architecture, "width": 256, "schemes": SCHEMES, "shared_min": 3},
     )
     run_state_machine_as_test(
         machine,

@@ -123,18 +123,22 @@ def test_a_decode_is_admitted_by_what_it_may_come_to() -> None:
 
 @pytest.mark.parametrize("architecture", ["lfm2", "falcon_h1", "mamba"])
 def test_the_budget_counts_recurrent_states(architecture: str) -> None:
-    """They take the same at any length, and are copied with each fork; checkpoints give way."""
+    """They take the same at any length, and a child soon has its own; checkpoints give way."""
     model = make_tiny_model(architecture)
     probe = Bench(model)
-    one = probe.session(probe.open(PROMPT)).kv_bytes
-    bench = Bench(model, kv_budget_bytes=3 * one)
-    session = bench.open(PROMPT)
-    assert bench.engine.kv_bytes > one
-    body = bench.call(p.Fork(session=session, n=3))
+    session = probe.session(probe.open(PROMPT))
+    one = session.kv_bytes
+    assert session.cache is not None
+    each = session.cache.branch_bytes()
+    assert 0 < each <= one
+    bench = Bench(model, kv_budget_bytes=one + 2 * each)
+    parent = bench.open(PROMPT)
+    assert bench.engine.kv_bytes > one or 2 * each < one
+    body = bench.call(p.Fork(session=parent, n=3))
     assert isinstance(body, p.ErrorBody)
-    assert (body.code, body.details["needed_bytes"]) == ("capacity", 3 * one)
-    assert isinstance(bench.call(p.Fork(session=session, n=2)), p.ForkResult)
-    assert bench.engine.kv_bytes <= 3 * one
+    assert (body.code, body.details["needed_bytes"]) == ("capacity", 3 * each)
+    assert isinstance(bench.call(p.Fork(session=parent, n=2)), p.ForkResult)
+    assert bench.engine.kv_bytes <= one + 2 * each
 
 
 def test_a_budget_for_the_whole_context_is_enough_for_its_last_tokens(loaded: object) -> None:
