@@ -365,8 +365,8 @@ class ServerLimits:
 class SessionInfo:
     """One session as `list` and `info` show it.
 
-    Bytes are of KV on the device: `private_bytes` all that is allocated for it alone, checkpoints too,
-    `live_bytes` of that what its tokens fill.
+    Bytes are of KV on the device: `private_bytes` all that is allocated for it alone, checkpoints too;
+    `live_bytes` what its tokens fill, shared or not, and `capacity_bytes` what is allocated for them.
     """
 
     session: str
@@ -381,6 +381,7 @@ class SessionInfo:
     private_bytes: int = 0
     shared_bytes: int = 0
     live_bytes: int = 0
+    capacity_bytes: int = 0
     trim_floor: int = 0
     checkpoints: list[int] = field(default_factory=list)
     age_s: float = 0.0

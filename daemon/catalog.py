@@ -44,6 +44,7 @@ class Session:
     private_bytes: int = 0
     shared_bytes: int = 0
     live_bytes: int = 0
+    capacity_bytes: int = 0
     trim_floor: int = 0
     checkpoints: list[int] = field(default_factory=list)
     chat: list[ChatTurn] = field(default_factory=list)
@@ -71,7 +72,9 @@ class Session:
         del self.tokens[change.keep :]
         self.tokens.extend(change.tokens)
         self.private_bytes, self.shared_bytes = change.private_bytes, change.shared_bytes
-        self.live_bytes = change.live_bytes
+        self.live_bytes, self.capacity_bytes = change.live_bytes, change.capacity_bytes
+        if change.kinds is not None:
+            self.kinds = change.kinds
         self.resident = change.resident
         if change.trim_floor is not None:
             self.trim_floor, self.checkpoints = change.trim_floor, change.checkpoints or []
@@ -81,7 +84,7 @@ class Session:
     def forget_engine(self) -> None:
         """Its worker is gone: what remains is its tokens."""
         self.generation, self.resident = NO_ENGINE, False
-        self.private_bytes = self.shared_bytes = self.live_bytes = self.trim_floor = 0
+        self.private_bytes = self.shared_bytes = self.live_bytes = self.capacity_bytes = self.trim_floor = 0
         self.checkpoints = []
 
 
@@ -189,8 +192,8 @@ class Catalog:
         There may be thousands, and nothing else is done meanwhile: this way takes a quarter of the time.
         """
         now_s = self._clock()
-        kinds_of = {(s.model, s.kv): s.kinds for s in self.owned(owner) if s.kinds}
-        kinds = {stored: to_wire(known) for stored, known in kinds_of.items()}
+        kinds_of = {id(s.kinds): s.kinds for s in self.owned(owner)}
+        kinds = {known: to_wire(each) for known, each in kinds_of.items()}
         return [(session, _plain(session, now_s, kinds)) for session in self.owned(owner)]
 
     def info(self, session: Session) -> SessionInfo:
@@ -208,6 +211,7 @@ class Catalog:
             private_bytes=session.private_bytes,
             shared_bytes=session.shared_bytes,
             live_bytes=session.live_bytes,
+            capacity_bytes=session.capacity_bytes,
             trim_floor=session.trim_floor,
             checkpoints=list(session.checkpoints),
             age_s=now_s - session.created_s,
@@ -229,7 +233,7 @@ _SHOWN_AS = {
 }
 
 
-def _plain(session: Session, now_s: float, kinds: dict[tuple[str, KV | None], Any]) -> dict[str, Any]:
+def _plain(session: Session, now_s: float, kinds: dict[int, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {
         "session": session.id,
         "owner": session.owner,
@@ -238,10 +242,11 @@ def _plain(session: Session, now_s: float, kinds: dict[tuple[str, KV | None], An
         "length": len(session.tokens),
         "state": _SHOWN_AS[session.state],
         "tier": session.tier,
-        "kinds": kinds[session.model, session.kv] if session.kinds else [],
+        "kinds": kinds[id(session.kinds)],
         "private_bytes": session.private_bytes,
         "shared_bytes": session.shared_bytes,
         "live_bytes": session.live_bytes,
+        "capacity_bytes": session.capacity_bytes,
         "trim_floor": session.trim_floor,
         "checkpoints": session.checkpoints,
         "age_s": now_s - session.created_s,

@@ -50,13 +50,14 @@ class Settlement:
         self._catalog.touch(session)
         if ticket.op == "open":
             if isinstance(body, OpenResult):
-                session.kinds = body.caps.kv
+                session.kinds = session.kinds or body.caps.kv  # the journal tells how it is stored by now
             return self._born([session], refused)
         session.advance(SessionEvent.END)
         if isinstance(body, ForkResult):
             for child in ticket.children:
                 child.tokens, child.chat = session.tokens[:], session.chat
-                child.kinds, child.kv, child.live_bytes = session.kinds, session.kv, session.live_bytes
+                child.kinds, child.kv = session.kinds, session.kv
+                child.live_bytes, child.capacity_bytes = session.live_bytes, session.capacity_bytes
                 child.trim_floor, child.checkpoints = session.trim_floor, list(session.checkpoints)
                 child.generation, child.resident = session.generation, session.resident
                 child.private_bytes = body.copied_bytes // len(ticket.children)

@@ -19,6 +19,7 @@ from stateroom.client.protocol import (
     Body,
     ErrorBody,
     Event,
+    KindCaps,
     Message,
     ModelInfo,
     Progress,
@@ -113,6 +114,8 @@ class Journal:
     private_bytes: int = 0
     shared_bytes: int = 0
     live_bytes: int = 0
+    capacity_bytes: int = 0
+    kinds: list[KindCaps] | None = None  # as they are stored, when that changed
     resident: bool = True  # KV is on the device
     trim_floor: int | None = None  # the shortest length that a trim reaches exactly, when it is known
     checkpoints: list[int] | None = None  # shorter lengths that it reaches, when they are known

@@ -169,8 +169,9 @@ class Commands:
                 f"The session has {session.length} tokens; it can't be trimmed to {to}.", field=field
             )
         change = plan(session, to, [])
-        replayed = min(session.stored, max(to - 1, 0)) - change.kv_keep
-        if replayed and not request.replay:
+        must_replay = change.kv_keep < min(session.stored, max(to - 1, 0))
+        if must_replay and not request.replay:
+            replayed = to - change.kv_keep
             raise Unsupported(
                 f"This session's layers can't be trimmed to {to} tokens; replay: true computes the last "
                 f"{replayed} of them again.",
@@ -270,13 +271,14 @@ class Commands:
                 mx.async_eval(child.cache.arrays())
             child.chat = child.chat_told = list(session.chat)
             child.origin = "fork"
+            child.quantised_told = session.quantised_told
             children.append(child)
         for child in children:
             self.engine.sessions[child.id] = child
         result = p.ForkResult(
             sessions=[child.id for child in children],
             length=session.length,
-            shared_bytes=self.engine.memory.told(session)[1],
+            shared_bytes=self.engine.memory.told(session).shared,
             copied_bytes=sum(child.kv_bytes for child in children),
         )
         self.engine.answer(command.rid, result, self.engine.journal(session, session.length))
@@ -327,7 +329,7 @@ class Commands:
 
     def _close(self, command: Command, request: p.Close) -> None:
         session = self._idle_session(command)
-        freed, _, _ = self.engine.memory.told(session)
+        freed = self.engine.memory.told(session).private
         del self.engine.sessions[session.id]
         session.drop_kv()
         self.engine.answer(command.rid, p.CloseResult(freed_bytes=freed))

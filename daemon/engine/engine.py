@@ -24,7 +24,7 @@ from stateroom.caches.session import SessionCache
 from stateroom.caches.stored_rows import SHARED_MIN
 from stateroom.client.errors import Internal, Numeric, StateroomError
 from stateroom.client.limits import BATCH_MAX
-from stateroom.client.protocol import Body, LengthResult, Receipt
+from stateroom.client.protocol import Body, KindCaps, LengthResult, Receipt
 from stateroom.daemon.engine.batch import Batch, Flight
 from stateroom.daemon.engine.blas_threads import BlasThreads
 from stateroom.daemon.engine.cpu_linear import use_pieces
@@ -154,14 +154,20 @@ class Engine:
         if session.chat is not session.chat_told:
             chat = bounded(session.chat) if session.chat != session.chat_told else None
             session.chat_told = session.chat
-        private, shared, live = self.memory.told(session)
+        told = self.memory.told(session)
+        kinds = None
+        if session.cache is not None and session.cache.quantised != session.quantised_told:
+            session.quantised_told = session.cache.quantised
+            kinds = [KindCaps(kind=k.kind, scheme=k.scheme, layers=k.layers) for k in session.cache.kinds()]
         return Journal(
             session=session.id,
             keep=keep,
             tokens=session.tokens[keep:],
-            private_bytes=private,
-            shared_bytes=shared,
-            live_bytes=live,
+            private_bytes=told.private,
+            shared_bytes=told.shared,
+            live_bytes=told.live,
+            capacity_bytes=told.capacity,
+            kinds=kinds,
             resident=session.lent or session.stored > 0 or session.length <= 1,
             chat=chat,
             trim_floor=None if session.lent else session.trim_floor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from stateroom.caches.layout import CAPACITY_STEP
 from stateroom.caches.session import SessionCache
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 RETRY_AFTER_S = 5.0  # told with `capacity`; sessions close or end in about that time
 STEP = 1  # tokens that a decoding session takes at once
 CHECKPOINT_EVERY = 256  # tokens between two checkpoints of a long prompt or answer, and at every prompt's end
+
+
+class Told(NamedTuple):
+    """Bytes of a session: its own, shared ones; of both, what tokens fill and what is allocated for them."""
+
+    private: int
+    shared: int
+    live: int
+    capacity: int
 
 
 class Memory:
@@ -57,22 +66,18 @@ class Memory:
         cache, _ = self._place(session)
         return cache.nbytes_capacity // cache.rows if cache is not None else 0
 
-    def told(self, session: Session) -> tuple[int, int, int]:
-        """Bytes as `info` tells them: private, shared, and of both what tokens fill.
-
-        Trunks and checkpoints are shared while others have them too.
-        """
+    def told(self, session: Session) -> Told:
+        """Bytes as `info` tells them. Trunks and checkpoints are shared while others have them too."""
         cache, row = self._place(session)
         marks = session.trail
         private, shared = marks.nbytes - marks.shared_nbytes, marks.shared_nbytes
         if cache is None:
-            return private, shared, 0
-        for trunk in cache.row_trunks(row):
-            if trunk.holders > 1:
-                shared += trunk.nbytes
-            else:
-                private += trunk.nbytes
-        return private + cache.nbytes_capacity // cache.rows, shared, cache.row_bytes(row)
+            return Told(private, shared, 0, 0)
+        own = cache.nbytes_capacity // cache.rows
+        trunks = cache.row_trunks(row)
+        alone = sum(trunk.nbytes for trunk in trunks if trunk.holders == 1)
+        others = sum(trunk.nbytes for trunk in trunks) - alone
+        return Told(private + own + alone, shared + others, cache.row_bytes(row), own + alone + others)
 
     def _place(self, session: Session) -> tuple[SessionCache | None, int]:
         """The cache that has the session's row, and which one that is."""

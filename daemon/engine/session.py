@@ -34,6 +34,7 @@ class Session:
     origin: Source = "session"  # "fork" until the first operation after a fork
     chat: list[ChatTurn] = field(default_factory=list)  # what was given as messages, oldest first
     chat_told: list[ChatTurn] = field(default_factory=list)  # as the broker last heard
+    quantised_told: bool | None = None  # how it is stored, as the broker last heard
 
     @property
     def length(self) -> int:

@@ -31,7 +31,7 @@ from tests.architectures.law import (
 
 from stateroom.caches.codecs.scheme import CannotQuantise, Name, Scheme
 from stateroom.caches.errors import CannotTrim, Mismatch, UnknownKind
-from stateroom.caches.probe import prompts_agree
+from stateroom.caches.probe import branches_agree, prompts_agree
 from stateroom.caches.session import SessionCache
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -152,7 +152,7 @@ def trim(architecture: str) -> str:
 
 
 def fork(architecture: str) -> str:
-    """Two sessions go on from one, each with its own tokens."""
+    """Two sessions go on from one, over tokens that they share where the model reads through us."""
     model = model_of(architecture)
     random = np.random.default_rng(4)
     rows = Rows.start(model, random_tokens(random, LENGTH))
@@ -161,7 +161,15 @@ def fork(architecture: str) -> str:
         twin.grow([random_tokens(random, n)])
         rows.grow([random_tokens(random, n)])
     hold(max(twin.off(), rows.off()))
-    return "works"
+    if not branches_agree(model):
+        return "copied"
+    rows = Rows.start(model, random_tokens(random, LENGTH))
+    twin = Rows(model, rows.cache.branch(shared_min=1), [list(rows.tokens[0])])
+    for n in (1, 4):
+        twin.grow([random_tokens(random, n)])
+        rows.grow([random_tokens(random, n)])
+    hold(max(twin.off(), rows.off()))
+    return "shared"
 
 
 def stored_as(name: Name, architecture: str) -> str:

@@ -73,7 +73,7 @@ def test_a_trim_tells_its_cost_and_what_costs_nothing(stateful: LoadedModel) -> 
     to = marks[0] + 20
     refused = bench.call(p.Trim(session=session, to=to))
     assert isinstance(refused, p.ErrorBody)
-    assert (refused.code, refused.details) == ("unsupported", {"nearest": marks[0], "replayed": 20})
+    assert (refused.code, refused.details) == ("unsupported", {"nearest": marks[0], "replayed": 21})
     assert bench.session(session).length == LONG
     receipt = trimmed(bench, session, to, replay=True).receipt
     assert (receipt.reused, receipt.prefilled) == (marks[0] - 1, 21)

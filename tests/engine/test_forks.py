@@ -70,7 +70,7 @@ def test_what_is_told_follows_those_who_go(loaded: LoadedModel) -> None:
     one = bench.engine.kv_bytes
     children = forked(bench, session, 3).sessions
     told = [bench.engine.memory.told(bench.session(s)) for s in (session, *children)]
-    assert all((private, shared) == (0, one) for private, shared, _ in told)
+    assert all((each.private, each.shared, each.capacity) == (0, one, one) for each in told)
     freed = []
     for child in children:
         closed = bench.call(p.Close(session=child))
