@@ -43,8 +43,8 @@ def attend(
         exactly = queries.astype(mx.float32)
         return attend(rows, layer, exactly, keys, values, scale, mask, sinks).astype(queries.dtype)
     if rows.forward.shared:
-        attended = _attend_shared(rows, layer, queries, keys, values, scale, mask)
-        return (attended if sinks is None else with_sinks(attended, sinks)).output
+        joined = _attend_shared(rows, layer, queries, keys, values, scale, mask)
+        return (joined if sinks is None else with_sinks(joined, sinks)).output
     alone = queries.shape[2] == 1
     by_planes = not rows.is_dense(layer) or (not alone and decode_form() == "folded")
     if by_planes and rows.is_ours(layer, keys, values):

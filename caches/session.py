@@ -14,7 +14,7 @@ import mlx.core as mx
 from stateroom.caches.blueprint import Blueprint, Geometry, Kind, Store
 from stateroom.caches.checkpoints import Checkpoint
 from stateroom.caches.codecs.scheme import Scheme
-from stateroom.caches.errors import CannotTrim, Mismatch
+from stateroom.caches.errors import CannotTrim, Mismatch, NotShared
 from stateroom.caches.layers.state import StateRows
 from stateroom.caches.layout import capacity_for
 from stateroom.caches.reach import FULL, Full
@@ -154,6 +154,13 @@ class SessionCache:
             raise
 
     def _pass(self, model: Model, inputs: mx.array) -> mx.array:
+        try:
+            return self._fed(model, inputs)
+        except NotShared:  # such as under a mask that this model makes for some lengths only
+            self._hold([store.whole() for store in self.stores])
+            return self._fed(model, inputs)
+
+    def _fed(self, model: Model, inputs: mx.array) -> mx.array:
         tokens = inputs.shape[1]
         position = self._position()
         opened: list[Store] = []
@@ -380,8 +387,7 @@ class SessionCache:
         total = 0
         for store in self.stores:
             if isinstance(store, PackedRows) and store.reach is FULL:
-                held = store.layout.held[0]
-                total += held * store.bytes_per_token if held < shared_min else 0
+                total += store.copied_by_branch(shared_min) * store.bytes_per_token
             else:
                 total += store.nbytes_capacity
         return total

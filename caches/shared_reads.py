@@ -66,7 +66,7 @@ def _read(
     keys, values = rows.codecs[layer]
     key_planes, value_planes = rows.layer_planes(trunk.planes, layer)
     count, heads, tokens, width = queries.shape
-    if positions is not None:
+    if positions is not None and window is not None:
         # [1, H, R x N, D], under what of the trunk each is too far from
         side = queries.swapaxes(0, 1).reshape(1, heads, count * tokens, width)
         at = mx.arange(trunk.start, trunk.start + length)[None]

@@ -27,6 +27,7 @@ from stateroom.caches.ragged import Ragged
 from stateroom.caches.reach import FULL, Reach
 from stateroom.caches.trunk import Chain, Trunk, View, cut, twin
 
+CHAIN_MAX = 8  # trunks in a row's view; each is a pass of its own, in every step
 SHARED_MIN = 64  # tokens; a shorter run costs more to read apart than it costs to copy
 TRIM_BACK = 32  # tokens that a window can always be trimmed by: a speculative round, a step looked ahead
 
@@ -249,11 +250,15 @@ class StoredRows:
     def branch(self, shared_min: int = SHARED_MIN) -> Self:
         """A lone row's twin for another session, with which it shares all of its tokens. Copies none.
 
-        Its columns are frozen into a trunk, which both have in view from then on; a short run is copied.
+        Its columns are frozen into a trunk, which both have in view from then on; a short run is copied. Too
+        many trunks are brought together into one first.
         """
         self._refuse_unfinished()
         if self.layout.rows != 1 or self.reach is not FULL:
             raise ValueError("only a lone row of full reach is branched")
+        if len(self.chains[0]) >= CHAIN_MAX:
+            whole = self.whole()
+            self.planes, self.layout, self.chains = whole.planes, whole.layout, whole.chains
         (held,), (offset,), (chain,) = self.layout.held, self.layout.offset, self.chains
         if held < shared_min:
             child = self.copy()
@@ -265,6 +270,13 @@ class StoredRows:
         self.planes, self.layout = [None] * len(self.planes), Layout((0,), (offset,), (offset,))
         self.chains, self._junk = ((*chain, View(trunk, held)),), False
         return self._with(list(self.planes), self.layout, (twin(self.chains[0]),))
+
+    def copied_by_branch(self, shared_min: int) -> int:
+        """How many tokens of a lone row `branch` copies."""
+        if len(self.chains[0]) >= CHAIN_MAX:
+            return self.layout.offset[0]
+        held = self.layout.held[0]
+        return held if held < shared_min else 0
 
     def take_back(self) -> None:
         """A lone row whose last trunk nobody else has in view goes on in it; what came since is copied."""
@@ -299,7 +311,8 @@ class StoredRows:
         (chain,), (held,), (offset,) = self.chains, self.layout.held, self.layout.offset
         planes: list[Plane] = []
         for i, plane in enumerate(self.planes):
-            parts = [v.trunk.planes[i][:, :, : v.length] for v in chain if v.trunk.planes[i] is not None]
+            shared = [(view.trunk.planes[i], view.length) for view in chain]
+            parts = [held_plane[:, :, :length] for held_plane, length in shared if held_plane is not None]
             if plane is not None and held:
                 parts.append(plane[:, :, self.layout.left_pad[0] : self.layout.ends[0]])
             planes.append(mx.concatenate(parts, axis=2) if parts else None)

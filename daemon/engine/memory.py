@@ -168,7 +168,9 @@ class Memory:
         if cache is not None:
             # Rounded as planes are: what comes behind a trunk may need a step of capacity more.
             step = CAPACITY_STEP * int(cache.bytes_per_token)
-            held = cache.nbytes_capacity // cache.rows + max(cache.shared_bytes(row) - step, 0)
+            held = cache.nbytes_capacity // cache.rows
+            if cache.quantised:  # else what it shares now will be a copy of its own
+                held += max(cache.shared_bytes(row) - step, 0)
         return max(served.projected_bytes(length, at_once) - held, 0)
 
     def _promised(self) -> int:

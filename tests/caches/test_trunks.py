@@ -22,6 +22,7 @@ from stateroom.caches.codecs.scheme import Scheme
 from stateroom.caches.compiled import CannotCompile, CompiledDecode
 from stateroom.caches.probe import branches_agree
 from stateroom.caches.session import SessionCache
+from stateroom.caches.stored_rows import CHAIN_MAX
 from stateroom.caches.trunk import Trunk, levels
 
 RELATIVE = 1e-4  # of the largest logit
@@ -273,3 +274,31 @@ def test_views_count_themselves() -> None:
     assert trunk.holders == 2
     del group
     assert trunk.holders == 0
+
+
+def test_a_long_chain_is_brought_together() -> None:
+    """A session that is branched again and again while all its children stay."""
+    tokens = list(range(1, 40))
+    session, kept = fed("llama", tokens), []
+    for n in range(3 * CHAIN_MAX):
+        copied = session.branch_bytes(shared_min=1)
+        assert (copied > 0) == (len(session.stores[0].chains[0]) >= CHAIN_MAX)
+        kept.append(session.branch(shared_min=1))
+        assert len(session.stores[0].chains[0]) <= CHAIN_MAX
+        session.forward(model_of("llama"), mx.array([[n + 1]]))
+        tokens.append(n + 1)
+    assert off(session.forward(model_of("llama"), mx.array([[7]]))[0, -1], "llama", [*tokens, 7]) <= RELATIVE
+    assert (
+        off(kept[5].forward(model_of("llama"), mx.array([[7]]))[0, -1], "llama", [*tokens[:44], 7])
+        <= RELATIVE
+    )
+
+
+def test_a_model_that_reads_by_itself_gets_its_tokens_back() -> None:
+    """Nobody should have branched it; what it answers is right all the same."""
+    session = fed("deepseek_v3", list(range(1, 30)))
+    child = session.branch(shared_min=1)
+    got = child.forward(model_of("deepseek_v3"), mx.array([[7, 8]]))[0, -1]
+    assert off(got, "deepseek_v3", [*range(1, 30), 7, 8]) <= RELATIVE
+    assert not child.trunks
+    assert session.trunks

@@ -127,3 +127,22 @@ def test_windows_and_states_are_shared_until_written(architecture: str) -> None:
         bench.decode(each, 3, ignore_eos=True)
         bench.check_law(each)
     bench.check_trunks()
+
+
+def test_children_that_are_quantised_later_are_admitted_as_copies() -> None:
+    """When they are, each has all of its tokens by itself."""
+    model = make_tiny_model("llama", width=256, context=2048)
+    kv = p.KV(scheme="affine8", quantise_after=500)
+    probe = Bench(model)
+    served = probe.session(probe.open(tokens_of(400), kv=kv)).served
+    one = probe.engine.kv_bytes
+    bench = Bench(model, kv_budget_bytes=one + served.projected_bytes(600, 1))
+    session = bench.open(tokens_of(400), kv=kv)
+    children = forked(bench, session, 4).sessions
+    rids = [bench.start(p.Decode(session=s, max_tokens=200, ignore_eos=True)) for s in children]
+    while any(bench.final(rid) is None for rid in rids):
+        bench.engine.step()
+        assert bench.engine.kv_bytes <= bench.engine.memory.budget_bytes  # type: ignore[operator]
+    ends = [bench.final(rid) for rid in rids]
+    assert sum(isinstance(end, p.DecodeResult) for end in ends) == 1
+    assert all(isinstance(end, p.DecodeResult) or end.code == "capacity" for end in ends)  # type: ignore[union-attr]
