@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from stateroom.client.connection import Connection, Failed, Happening, Ignored, Part, Update
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Replies of one stream waiting for a reader that does not take them: some megabytes, minutes of decoding.
 INBOX_REPLIES_MAX = 65_536
+
+LOOK_UP_S = 1.0  # between two looks of a thread that waits
 
 Error = StateroomError | ClientError
 Item = Part | Result | Error
@@ -70,10 +72,18 @@ class Inbox(Ending):
         Raises:
             StateroomError, ClientError: the request failed. Its deadline limits the wait.
         """
-        item = self._items.get()
+        item = self._next()
         if isinstance(item, Result | StateroomError | ClientError):
             self._items.put(item)
         return self._open(item)
+
+    def _next(self) -> Item:
+        # A Ctrl-C in the instant before a thread falls asleep doesn't wake it: it looks up now and then.
+        while True:
+            try:
+                return self._items.get(timeout=LOOK_UP_S)
+            except Empty:
+                continue
 
     def cancel(self) -> None:
         """Asks the daemon to end the request, if it hasn't ended; waits for nothing."""
