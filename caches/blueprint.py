@@ -22,7 +22,8 @@ from stateroom.caches.errors import UnknownKind
 from stateroom.caches.layers.attention_layer import AttentionLayer
 from stateroom.caches.layers.state import StateRows
 from stateroom.caches.reach import FULL, Chunk, Reach, Window
-from stateroom.caches.rows import DENSE, LayerCodecs, PackedRows
+from stateroom.caches.rows import PackedRows
+from stateroom.caches.stored_rows import DENSE, LayerCodecs
 
 Store = PackedRows | StateRows
 

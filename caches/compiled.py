@@ -22,8 +22,9 @@ from stateroom.caches.blueprint import Store
 from stateroom.caches.layers.state import StateRows
 from stateroom.caches.masks import Mask, narrowed
 from stateroom.caches.reach import Window
-from stateroom.caches.rows import DENSE, PackedRows
+from stateroom.caches.rows import PackedRows
 from stateroom.caches.session import Model, SessionCache
+from stateroom.caches.stored_rows import DENSE
 
 TRACES_MAX = 8  # shapes that are remembered; each holds a graph, no KV
 
@@ -108,7 +109,7 @@ def prepare_decode_step(cache: SessionCache) -> None:
         if isinstance(store, PackedRows):
             if store.reach.kind == "chunked" or any(codecs != DENSE for codecs in store.codecs):
                 raise CannotCompile("only dense full-attention and window layers are traced")
-            if any(store.chains):
+            if store.shares:
                 raise CannotCompile("rows that share trunks are read in parts")
             if any(plane is None for plane in store.planes):
                 raise CannotCompile("a layer stores nothing")
@@ -190,14 +191,14 @@ class CompiledDecode:
     def _traced(self, cache: SessionCache) -> Callable[..., list[mx.array]]:
         blueprint, model = cache.blueprint, self._model
         # Of the cache only shapes are kept.
-        kinds = [(store, len(store.arrays())) for store in map(_without_arrays, cache.stores)]
+        shapes = [_without_arrays(store) for store in cache.stores]
         counts = [len(store.arrays()) for store in cache.stores]
         scatters = [_scatters(store) for store in cache.stores]
 
         def step(tokens: mx.array, *arrays: mx.array) -> list[mx.array]:
             stores: list[Any] = []
             at, columns = 0, iter(arrays[sum(counts) :])
-            for (shape, _), count, scatter in zip(kinds, counts, scatters, strict=True):
+            for shape, count, scatter in zip(shapes, counts, scatters, strict=True):
                 held = arrays[at : at + count]
                 at += count
                 if isinstance(shape, PackedRows):

@@ -30,7 +30,6 @@ class Forward:
     start: mx.array  # the column where all rows write, or [B, 1, n, 1] columns when ends differ
     scatter: bool
     width: int  # columns in use after the append
-    shared: bool  # some row has tokens in trunks
     before: tuple[list[Plane], Layout]
     masks: dict[tuple[int, Reach, bool], Mask] = field(default_factory=dict)
     overlays: dict[Hashable, mx.array] = field(default_factory=dict)  # masks of the named reads

@@ -42,7 +42,7 @@ def attend(
         # A CPU would add up halves in halves; and what sinks take their share of must not be rounded before.
         exactly = queries.astype(mx.float32)
         return attend(rows, layer, exactly, keys, values, scale, mask, sinks).astype(queries.dtype)
-    if rows.forward.shared:
+    if rows.shares:
         joined = _attend_shared(rows, layer, queries, keys, values, scale, mask)
         return (joined if sinks is None else with_sinks(joined, sinks)).output
     alone = queries.shape[2] == 1

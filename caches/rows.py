@@ -20,10 +20,8 @@ from stateroom.caches.layout import CAPACITY_STEP, Layout, capacity_for
 from stateroom.caches.masks import Mask, boolean_mask, make_mask, narrowed, next_mask
 from stateroom.caches.planes import Plane
 from stateroom.caches.reach import FULL
-from stateroom.caches.stored_rows import DENSE, TRIM_BACK, LayerCodecs, StoredRows
+from stateroom.caches.stored_rows import DENSE, StoredRows
 from stateroom.kernels.spans import Spans
-
-__all__ = ["DENSE", "FORGET_MIN", "TRIM_BACK", "Forward", "LayerCodecs", "PackedRows"]
 
 FORGET_MIN = 64  # columns; cutting fewer would move the rows too often
 
@@ -56,7 +54,6 @@ class PackedRows(StoredRows):
             start=_columns(layout, n) if scatter else mx.array([layout.width], dtype=mx.int32),
             scatter=scatter,
             width=layout.width + n,
-            shared=any(self.chains),
             before=before,
         )
 
@@ -73,7 +70,7 @@ class PackedRows(StoredRows):
             new_values = planes[start + 1] = self._appended(planes[start + 1], values, forward)
             first, width = forward.first, forward.width
             fetched = new_keys[:, :, first:width], new_values[:, :, first:width]
-            if forward.tokens > 1 or forward.shared:
+            if forward.tokens > 1 or self.shares:
                 forward.fetched[layer] = fetched
             return fetched
         for place, new in enumerate((*key_codec.encode(keys), *value_codec.encode(values)), start):
@@ -88,7 +85,7 @@ class PackedRows(StoredRows):
         if forward.cut:
             for i, old in enumerate(forward.before[0]):  # layers that this forward passed over
                 if old is not None and self.planes[i] is old:
-                    self.planes[i] = self._moved(old, forward)
+                    self.planes[i] = self._moved(old, forward.before[1], forward.cut, forward.capacity)
         self.layout = forward.layout.append(forward.tokens)
         self._forward = None
 
@@ -101,17 +98,13 @@ class PackedRows(StoredRows):
         """What `begin(n)` would do to make room, done now: forgets, grows, and silences what trims left."""
         self._refuse_inside_forward()
         cut, capacity = self._room(n)
-        layout = self.layout.forget(cut) if cut else self.layout
-        if cut or capacity > self.capacity or layout.rows == 1:
-            planes: list[Plane] = []
-            for plane in self.planes:
-                moved = plane
-                if moved is not None and cut:
-                    moved = plane_of.forgetting(moved, self.layout, cut, self.reach.pinned)
-                if moved is not None:
-                    moved = plane_of.grown(moved[:, :, : layout.width] if self._junk else moved, capacity)
-                planes.append(moved)
-            self.planes, self.layout, self._junk = planes, layout, False
+        if cut or capacity > self.capacity or self._junk:
+            width = self.layout.width
+            self.planes = [
+                None if p is None else self._moved(p[:, :, :width], self.layout, cut, capacity)
+                for p in self.planes
+            ]
+            self.layout, self._junk = self.layout.forget(cut), False
 
     def advance(self, planes: Sequence[mx.array], n: int) -> None:
         """Takes planes that `n` tokens of every row were written to, elsewhere."""
@@ -139,7 +132,7 @@ class PackedRows(StoredRows):
             layout, first = self._view()
             mask = make_mask(layout, n, reach, first)
             # A window that shows all of a row's own columns may still hide some of its trunks.
-            spelled = (as_array and isinstance(mask, str)) or (window is not None and any(self.chains))
+            spelled = (as_array and isinstance(mask, str)) or (window is not None and self.shares)
             leases[key] = boolean_mask(layout, n, reach, first) if spelled else mask
         return leases[key]
 
@@ -237,11 +230,11 @@ class PackedRows(StoredRows):
             return 0, max(capacity, capacity_for(needed))
         return cut, capacity_for(needed - cut + FORGET_MIN)
 
-    def _moved(self, plane: mx.array, forward: Forward) -> mx.array:
-        """An old plane with room for the forward's tokens."""
-        if forward.cut:
-            plane = plane_of.forgetting(plane, forward.before[1], forward.cut, self.reach.pinned)
-        return plane_of.grown(plane, forward.capacity)
+    def _moved(self, plane: mx.array, layout: Layout, cut: int, capacity: int) -> mx.array:
+        """A plane of `layout` without its first `cut` columns, and with room behind the rest."""
+        if cut:
+            plane = plane_of.forgetting(plane, layout, cut, self.reach.pinned)
+        return plane_of.grown(plane, capacity)
 
     def _appended(self, plane: Plane, new: mx.array, forward: Forward) -> mx.array:
         rows, heads, tokens, field_width = new.shape
@@ -254,7 +247,7 @@ class PackedRows(StoredRows):
             if (heads, field_width) != (held, held_width):
                 raise Mismatch(f"{new.shape} appended to a plane of {plane.shape}")
             if forward.cut or capacity < forward.capacity:
-                plane = self._moved(plane, forward)
+                plane = self._moved(plane, forward.before[1], forward.cut, forward.capacity)
         if forward.scatter:
             return mx.put_along_axis(plane, forward.start, new.astype(plane.dtype), axis=2)
         return mx.slice_update(plane, new, forward.start, (2,))

@@ -17,9 +17,9 @@ from stateroom.caches.codecs.scheme import Scheme
 from stateroom.caches.errors import CannotTrim, Mismatch, NotShared
 from stateroom.caches.layers.state import StateRows
 from stateroom.caches.layout import capacity_for
-from stateroom.caches.reach import FULL, Full
-from stateroom.caches.rows import FORGET_MIN, TRIM_BACK, PackedRows
-from stateroom.caches.stored_rows import SHARED_MIN
+from stateroom.caches.reach import FULL, Chunk, Full, Window
+from stateroom.caches.rows import FORGET_MIN, PackedRows
+from stateroom.caches.stored_rows import SHARED_MIN, TRIM_BACK
 from stateroom.caches.trunk import Trunk
 
 Model = Callable[..., mx.array]
@@ -234,9 +234,12 @@ class SessionCache:
     def trim_floor(self, row: int) -> int:
         """The shortest length that `trim` can reach now, exactly, in every layer."""
         floors = [store.trim_floor(row) for store in self.stores]
-        # Tokens that were computed while the rows were dense can't be told from later ones in quantised rows.
-        late = 0 if self._dense is not None else self.blueprint.scheme.quantise_after
-        return max([min(late, self._offsets[row]), *floors])
+        return max([min(self._exact_from, self._offsets[row]), *floors])
+
+    @property
+    def _exact_from(self) -> int:
+        """Rows aren't taken back to before they were quantised: those tokens were computed dense."""
+        return self.blueprint.scheme.quantise_after if self.quantised else 0
 
     def can_trim(self, row: int, n: int) -> bool:
         """`trim(row, n)` would succeed now."""
@@ -276,9 +279,7 @@ class SessionCache:
         """`restore(checkpoint)` would succeed now."""
         if self.rows != 1 or checkpoint.signature != self._checkpoint_signature():
             return False
-        drop = self._offsets[0] - checkpoint.length
-        late = 0 if self._dense is not None else self.blueprint.scheme.quantise_after
-        return drop >= 0 and checkpoint.length >= late
+        return self._exact_from <= checkpoint.length <= self._offsets[0]
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """A lone session goes back to a checkpoint of its own tokens."""
@@ -379,8 +380,7 @@ class SessionCache:
 
     def shared_bytes(self, row: int) -> int:
         """What of a row's tokens lies in trunks."""
-        packed = [store for store in self.stores if isinstance(store, PackedRows)]
-        return sum(s.bytes_per_token * sum(view.length for view in s.chains[row]) for s in packed)
+        return sum(store.shared_bytes(row) for store in self.stores if isinstance(store, PackedRows))
 
     def branch_bytes(self, shared_min: int = SHARED_MIN) -> int:
         """What `branch` copies, or lets the child share until it writes."""
@@ -483,8 +483,7 @@ class SessionCache:
             if isinstance(store, PackedRows):
                 columns = capacity_for(length)
                 if not isinstance(store.reach, Full):
-                    held = store.reach.size + TRIM_BACK + FORGET_MIN + at_once
-                    columns = min(columns, capacity_for(held))
+                    columns = min(columns, capacity_for(_shown(store.reach) + at_once))
                 total += columns * store.bytes_per_token
         return total
 
@@ -499,8 +498,7 @@ class SessionCache:
             if not isinstance(store, PackedRows):
                 total += store.row_bytes(row)
             elif not isinstance(store.reach, Full):
-                shown = store.reach.size + TRIM_BACK + FORGET_MIN
-                total += min(store.row_bytes(row), shown * store.bytes_per_token)
+                total += min(store.row_bytes(row), _shown(store.reach) * store.bytes_per_token)
         return total
 
     @property
@@ -510,3 +508,8 @@ class SessionCache:
     @property
     def nbytes_capacity(self) -> int:
         return sum(store.nbytes_capacity for store in self.stores)
+
+
+def _shown(reach: Window | Chunk) -> int:
+    """Columns that a row keeps between forwards, at the most."""
+    return reach.size + TRIM_BACK + FORGET_MIN

@@ -214,7 +214,7 @@ class StoredRows:
     def recoded(self, codecs: Sequence[LayerCodecs]) -> Self:
         """The same tokens, an open round and all, as other codecs store what these give back."""
         self._refuse_unfinished()
-        if any(self.chains):
+        if self.shares:
             return self.whole().recoded(codecs)
         made = type(self)(codecs, self.layout.rows, self.reach)
         made.layout, made._round = self.layout, self._round
@@ -246,6 +246,11 @@ class StoredRows:
         self.chains = ((),) * layout.rows
 
     # ------------------------------------------------------------ trunks
+
+    @property
+    def shares(self) -> bool:
+        """Some row has tokens in trunks."""
+        return any(self.chains)
 
     def branch(self, shared_min: int = SHARED_MIN) -> Self:
         """A lone row's twin for another session, with which it shares all of its tokens. Copies none.
@@ -280,31 +285,27 @@ class StoredRows:
 
     def take_back(self) -> None:
         """A lone row whose last trunk nobody else has in view goes on in it; what came since is copied."""
-        if (
-            self.layout.rows != 1
-            or not self.chains[0]
-            or self._forward is not None
-            or self._round is not None
-        ):
+        if self.layout.rows != 1 or not self.chains[0] or self.in_round:
             return
+        self._refuse_unfinished()
         *rest, last = self.chains[0]
-        (held,), (offset,) = self.layout.held, self.layout.offset
+        (pad,), (end,), (offset,) = self.layout.left_pad, self.layout.ends, self.layout.offset
         if last.trunk.holders > 1:
             return
         start = last.trunk.start
         needed = capacity_for(offset - start + 1)
         planes: list[Plane] = []
         for old, new in zip(last.trunk.planes, self.planes, strict=True):
-            if old is not None and new is not None and held:
+            if old is not None and new is not None and pad < end:
                 at = mx.array([last.length], dtype=mx.int32)
-                old = mx.slice_update(plane_of.grown(old, needed), new[:, :, :held], at, (2,))
+                old = mx.slice_update(plane_of.grown(old, needed), new[:, :, pad:end], at, (2,))
             planes.append(old)
         self.planes, self.layout = planes, Layout((0,), (offset,), (start,))
         self.chains, self._junk = (tuple(rest),), True
 
     def whole(self) -> Self:
         """The same rows with all tokens in columns of their own."""
-        if not any(self.chains):
+        if not self.shares:
             return self
         if self.layout.rows > 1:
             return type(self).merge_rows([self.extract_row(i).whole() for i in range(self.layout.rows)])
@@ -428,7 +429,7 @@ class StoredRows:
         return self._everything(layer)
 
     def _everything(self, layer: int) -> tuple[mx.array, mx.array]:
-        if any(self.chains):
+        if self.shares:
             return self.whole()._everything(layer)
         if not self.layout.width:
             raise ValueError("this layer holds nothing yet")
@@ -531,12 +532,11 @@ class StoredRows:
 
     def row_bytes(self, row: int) -> int:
         """What the tokens of one row take, those in trunks too."""
-        shared = sum(view.length for view in self.chains[row])
-        return self.bytes_per_token * (shared + self.layout.held[row])
+        return self.bytes_per_token * self.layout.held[row] + self.shared_bytes(row)
 
-    @property
-    def trunks(self) -> set[Trunk]:
-        return {view.trunk for chain in self.chains for view in chain}
+    def shared_bytes(self, row: int) -> int:
+        """What of them lies in trunks."""
+        return self.bytes_per_token * sum(view.length for view in self.chains[row])
 
     @property
     def nbytes_capacity(self) -> int:

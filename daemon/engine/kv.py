@@ -11,8 +11,8 @@ from stateroom.caches.blueprint import Blueprint
 from stateroom.caches.codecs.codec import Codec
 from stateroom.caches.codecs.scheme import CannotQuantise, Scheme
 from stateroom.caches.probe import branches_agree, rows_agree, slices_decode
-from stateroom.caches.rows import LayerCodecs
 from stateroom.caches.session import SessionCache
+from stateroom.caches.stored_rows import LayerCodecs
 from stateroom.client.errors import Unsupported
 from stateroom.client.protocol import KV, Caps, KindCaps
 
@@ -81,9 +81,7 @@ class Schemes:
         served = self._served_by[at_first]
         if not scheme.quantise_after:
             return served
-        blueprint = replace(served.blueprint, scheme=scheme)
-        caps = replace(served.caps, trim="checkpoints")  # not below the point of conversion
-        return Served(blueprint, self._blueprint, (*served.samples, *self.dense.samples), caps)
+        return self._served(replace(served.blueprint, scheme=scheme), *served.samples, *self.dense.samples)
 
     def _quantised(self, scheme: Scheme) -> Served:
         if not any(layer for layers in self._geometry.values() for layer in layers):
@@ -107,14 +105,15 @@ class Schemes:
         mx.eval(sample.forward(self._model, mx.array([[0]], dtype=mx.uint32)), sample.arrays())
         return sample
 
-    def _served(self, blueprint: Blueprint, sample: SessionCache) -> Served:
+    def _served(self, blueprint: Blueprint, *samples: SessionCache) -> Served:
+        at_will = blueprint.trimmable and not blueprint.scheme.quantise_after
         caps = Caps(
-            trim="any" if blueprint.trimmable else "checkpoints",
+            trim="any" if at_will else "checkpoints",
             trim_floor=0,
             fork="shared" if self._shares else "copy",
             batch=self.batchable,
             speculative=False,
             kv=[KindCaps(kind=k.kind, scheme=k.scheme, layers=k.layers) for k in blueprint.kinds],
-            bytes_per_token=sample.bytes_per_token,
+            bytes_per_token=samples[0].bytes_per_token,
         )
-        return Served(blueprint, self._blueprint, (sample,), caps)
+        return Served(blueprint, self._blueprint, samples, caps)

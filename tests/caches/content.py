@@ -16,7 +16,8 @@ from stateroom.caches.codecs.dense import Dense
 from stateroom.caches.codecs.turbo import Turbo
 from stateroom.caches.layout import Layout
 from stateroom.caches.reach import FULL, Reach
-from stateroom.caches.rows import LayerCodecs, PackedRows
+from stateroom.caches.rows import PackedRows
+from stateroom.caches.stored_rows import LayerCodecs
 
 Bits = npt.NDArray[np.generic]
 SPECIAL = [np.nan, -0.0, np.inf, 1e-30]  # bits that arithmetic on the way would change

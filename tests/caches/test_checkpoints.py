@@ -19,8 +19,8 @@ from stateroom.caches.checkpoints import CHECKPOINTS_MAX, Checkpoint, Trail
 from stateroom.caches.codecs.scheme import Scheme
 from stateroom.caches.errors import CannotTrim
 from stateroom.caches.layers.state import StateRows
-from stateroom.caches.rows import TRIM_BACK
 from stateroom.caches.session import SessionCache
+from stateroom.caches.stored_rows import TRIM_BACK
 
 CHECKPOINTED = [
     "llama_windows",

@@ -23,8 +23,8 @@ from tests.caches.tokens import visible
 from stateroom.caches.blueprint import Kind
 from stateroom.caches.errors import CannotTrim, Mismatch, UnknownKind
 from stateroom.caches.reach import FULL, Chunk, Reach, Window
-from stateroom.caches.rows import TRIM_BACK
 from stateroom.caches.session import SessionCache
+from stateroom.caches.stored_rows import TRIM_BACK
 
 SIZE = 8
 

@@ -7,8 +7,8 @@ from tests.engine.harness import Bench
 from tests.tiny import WINDOW, make_tiny_model
 
 from stateroom.caches.checkpoints import CHECKPOINTS_MAX
-from stateroom.caches.rows import TRIM_BACK
 from stateroom.caches.session import SessionCache
+from stateroom.caches.stored_rows import TRIM_BACK
 from stateroom.client import protocol as p
 from stateroom.daemon.engine.memory import CHECKPOINT_EVERY
 from stateroom.daemon.engine.model import LoadedModel
