@@ -43,26 +43,31 @@ def _hides(layout: Layout, n: int, reach: Reach, first: int) -> bool:
     return token > (reach.pinned or first)
 
 
+def _per_row(values: tuple[int, ...]) -> mx.array:
+    # [B, 1, 1, 1]
+    return mx.array(values, dtype=mx.int32)[:, None, None, None]
+
+
+def _columns(layout: Layout, n: int, first: int) -> mx.array:
+    # [1, 1, 1, S]
+    return mx.arange(first, layout.width + n)[None, None, None]
+
+
 def boolean_mask(layout: Layout, n: int, reach: Reach = FULL, first: int = 0) -> mx.array:
     """`make_mask` as an array, whatever the layout."""
-
-    def per_row(values: tuple[int, ...]) -> mx.array:
-        # [B, 1, 1, 1]
-        return mx.array(values, dtype=mx.int32)[:, None, None, None]
-
-    # [1, 1, 1, S], [B, 1, n, 1]
-    column = mx.arange(first, layout.width + n)[None, None, None]
-    query = per_row(layout.ends) + mx.arange(n)[:, None]
+    column = _columns(layout, n, first)
+    # [B, 1, n, 1]
+    query = _per_row(layout.ends) + mx.arange(n)[:, None]
     visible = column <= query
     if any(layout.left_pad):
-        visible = visible & (column >= per_row(layout.left_pad))
+        visible = visible & (column >= _per_row(layout.left_pad))
     if isinstance(reach, Window):
         near = query < column + (reach.size - reach.pinned)
         if reach.pinned:
-            near = near | (column < per_row(layout.left_pad) + reach.pinned)
+            near = near | (column < _per_row(layout.left_pad) + reach.pinned)
         visible = visible & near
     elif isinstance(reach, Chunk):
-        to_token = per_row(tuple(f - p for f, p in zip(layout.forgotten, layout.left_pad, strict=True)))
+        to_token = _per_row(tuple(f - p for f, p in zip(layout.forgotten, layout.left_pad, strict=True)))
         visible = visible & ((column + to_token) // reach.size == (query + to_token) // reach.size)
     return visible
 
@@ -71,10 +76,7 @@ def block_overlay(
     layout: Layout, n: int, reach: Reach, first: int, blocks: Sequence[tuple[int, int]]
 ) -> mx.array:
     """`boolean_mask`, but the new tokens of a block [start, end) all see each other too."""
-    column = mx.arange(first, layout.width + n)[None, None, None]
-    new = (
-        column - mx.array(layout.ends, dtype=mx.int32)[:, None, None, None]
-    )  # which of the new tokens it holds
+    new = _columns(layout, n, first) - _per_row(layout.ends)  # which of the new tokens a column holds
     query = mx.arange(n)[:, None]
     visible = boolean_mask(layout, n, reach, first)
     for start, end in blocks:
@@ -84,14 +86,12 @@ def block_overlay(
 
 def encoder_mask(layout: Layout, n: int, window: int, first: int) -> mx.array:
     """What `n` new tokens see that see everything fewer than `window` tokens away, on either side."""
-    starts = mx.array(layout.left_pad, dtype=mx.int32)[:, None, None, None]
-    ends = mx.array(layout.ends, dtype=mx.int32)[:, None, None, None]
-    column = mx.arange(first, layout.width + n)[None, None, None]
+    starts, ends, column = _per_row(layout.left_pad), _per_row(layout.ends), _columns(layout, n, first)
     query = ends + mx.arange(n)[:, None]
     return (starts <= column) & (column < ends + n) & (mx.abs(query - column) < window)
 
 
 def next_mask(layout: Layout, reach: Reach, first: int) -> mx.array:
     """The stored columns, from `first` on, that each row's next token would see: bool [B, 1, 1, S]."""
-    ends = mx.array(layout.ends, dtype=mx.int32)[:, None, None, None]
-    return boolean_mask(layout, 1, reach, first)[..., :-1] & (mx.arange(first, layout.width) < ends)
+    stored = _columns(layout, 0, first) < _per_row(layout.ends)
+    return boolean_mask(layout, 1, reach, first)[..., :-1] & stored

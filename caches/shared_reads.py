@@ -35,10 +35,11 @@ def _level(
     parts = []
     for trunk, length, members in level.reads:
         some = queries if members is None else queries[members]
-        positions = None
+        hidden = None
         if window is not None:
-            positions = rows.query_positions if members is None else rows.query_positions[members]
-        parts.append(_read(rows, layer, some, trunk, length, scale, window, positions))
+            hidden = rows.query_positions - window
+            hidden = hidden if members is None else hidden[members]
+        parts.append(_read(rows, layer, some, trunk, length, scale, hidden))
     if level.missing:
         _, heads, count, _ = queries.shape
         nothing = mx.zeros(
@@ -59,18 +60,20 @@ def _read(
     trunk: Trunk,
     length: int,
     scale: float,
-    window: int | None,
-    positions: mx.array | None,
+    hidden: mx.array | None,
 ) -> Attended:
-    """Queries [R, H, N, D] of rows that see the first `length` tokens of a trunk."""
+    """Queries [R, H, N, D] of rows that see the first `length` tokens of a trunk.
+
+    `hidden` [R, N]: the last token that is too far from each query, where a window is asked for.
+    """
     keys, values = rows.codecs[layer]
     key_planes, value_planes = rows.layer_planes(trunk.planes, layer)
     count, heads, tokens, width = queries.shape
-    if positions is not None and window is not None:
-        # [1, H, R x N, D], under what of the trunk each is too far from
+    if hidden is not None:
+        # [1, H, R x N, D]
         side = queries.swapaxes(0, 1).reshape(1, heads, count * tokens, width)
         at = mx.arange(trunk.start, trunk.start + length)[None]
-        near = (positions.reshape(-1, 1) < at + window)[None, None]
+        near = (at > hidden.reshape(-1, 1))[None, None]
         planes = ([p[:, :, :length] for p in key_planes], [p[:, :, :length] for p in value_planes])
         output, lse = read_masked(side, keys, planes[0], values, planes[1], near, scale, clean=True)
         shape = (heads, count, tokens)

@@ -74,10 +74,8 @@ class Level:
     """The n-th views of a group's rows: each trunk once, with the rows that have so much of it in view."""
 
     reads: tuple[tuple[Trunk, int, mx.array | None], ...]  # trunk, length, rows; None: all, in order
-    order: (
-        mx.array | None
-    )  # where each row's part is when the reads stand one behind the other; None: in order
-    missing: int  # rows without an n-th view, behind the reads
+    missing: int  # rows without an n-th view: they stand behind those of the reads
+    order: mx.array | None  # which place of these each row has; None: its own
 
 
 def levels(chains: Sequence[Chain]) -> list[Level]:
@@ -88,13 +86,13 @@ def levels(chains: Sequence[Chain]) -> list[Level]:
         for row, chain in enumerate(chains):
             if depth < len(chain):
                 groups.setdefault((chain[depth].trunk, chain[depth].length), []).append(row)
-        placed = [row for rows in groups.values() for row in rows]
-        placed += [row for row, chain in enumerate(chains) if depth >= len(chain)]
+        missing = [row for row, chain in enumerate(chains) if depth >= len(chain)]
+        placed = [row for rows in [*groups.values(), missing] for row in rows]
         every = list(range(len(chains)))
         order = None if placed == every else mx.array([placed.index(row) for row in every], dtype=mx.int32)
         reads = tuple(
             (trunk, length, None if rows == every else mx.array(rows, dtype=mx.int32))
             for (trunk, length), rows in groups.items()
         )
-        made.append(Level(reads, order, sum(len(chain) <= depth for chain in chains)))
+        made.append(Level(reads, len(missing), order))
     return made

@@ -9,7 +9,7 @@ import mlx.core as mx
 from stateroom.caches.codecs.codec import Codec
 from stateroom.caches.codecs.turbo import Turbo
 from stateroom.kernels import kv4_set
-from stateroom.kernels.dispatch import packed_attention
+from stateroom.kernels.dispatch import masked_attention, packed_attention
 from stateroom.kernels.join_segments.reference import Attended
 from stateroom.kernels.spans import Spans
 
@@ -68,6 +68,5 @@ def read_masked(
     turned = isinstance(key_codec, Turbo) or isinstance(value_codec, Turbo)
     given = key_codec.turned(queries.astype(mx.float32) if turned else queries)
     keys, values = key_codec.stored(key_planes), value_codec.stored(value_planes)
-    every = Spans.of([0] * queries.shape[0], [mask.shape[-1]] * queries.shape[0])
-    output, lse = kv4_set.attend(given, keys, values, every, scale, mask, clean)
+    output, lse = masked_attention(given, keys, values, mask, scale, clean)
     return Attended(value_codec.turned_back(output).astype(queries.dtype), lse)

@@ -61,11 +61,6 @@ class Memory:
         shared = sum(trunk.nbytes for trunk in trunks)
         return batches + rows + shared + self._marks_bytes(engine.sessions.values())
 
-    def held_by(self, session: Session) -> int:
-        """What a session's rows take now, its share of a batch if its row is lent."""
-        cache, _ = self._place(session)
-        return cache.nbytes_capacity // cache.rows if cache is not None else 0
-
     def told(self, session: Session) -> Told:
         """Bytes as `info` tells them. Trunks and checkpoints are shared while others have them too."""
         cache, row = self._place(session)

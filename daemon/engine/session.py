@@ -50,11 +50,6 @@ class Session:
         """What its rows take; checkpoints, which forks share, come on top."""
         return self.cache.nbytes_capacity if self.cache is not None else 0
 
-    @property
-    def live_bytes(self) -> int:
-        """KV of tokens, without spare capacity."""
-        return self.cache.nbytes_live if self.cache is not None else 0
-
     def drop_kv(self) -> None:
         self.cache = None
         self.stored = 0
