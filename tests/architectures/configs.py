@@ -50,16 +50,25 @@ def config(name: str) -> Config:
 
 def make(name: str) -> Any:
     """The model in evaluation mode, with stateroom's attention installed as the engine does."""
-    settings = config(name)
-    model_class, arguments = utils._get_classes(settings)
-    model = model_class(arguments.from_dict(settings))
+    model = untrained(config(name))
     if name == "phi3small":  # it hides 14 tokens of the real vocabulary, which would be written out of bounds
         model._dummy_tokenizer_ids = mx.array([], dtype=mx.int32)
+    weigh(model)
+    install(model)
+    return model
+
+
+def untrained(settings: Config) -> Any:
+    """What mlx-lm makes of a configuration."""
+    model_class, arguments = utils._get_classes(settings)
+    return model_class(arguments.from_dict(settings))
+
+
+def weigh(model: Any) -> None:
+    """Random weights with which predictions hang on all that a token sees; evaluation mode."""
     model.update(tree_map_with_path(_weight, model.parameters()))
     model.eval()
     mx.eval(model.parameters())
-    install(model)
-    return model
 
 
 def _weight(path: str, old: mx.array) -> mx.array:

@@ -1,15 +1,11 @@
-"""Tiny random models with every kind of layer, straight from mlx-lm's classes."""
+"""Tiny random models with every kind of layer, of heads too narrow for any codec but the dense one."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import mlx.core as mx
-from mlx.utils import tree_map_with_path
-from mlx_lm import utils
-
-VOCAB = 101
-WINDOW = 8
+from tests.architectures.bases import VOCAB, WINDOW
+from tests.architectures.configs import CONFIGS, untrained, weigh
 
 _BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -96,16 +92,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "partial_rotary_factor": 0.4,
     },
-    "falcon_h1": {
-        "mamba_d_ssm": 40,
-        "mamba_d_head": 10,
-        "mamba_n_heads": 4,
-        "mamba_d_state": 6,
-        "mamba_chunk_size": 16,
-        "embedding_multiplier": 1.0,
-        "lm_head_multiplier": 1.0,
-        "key_multiplier": 1.0,
-    },
+    "falcon_h1": CONFIGS["falcon_h1"],
 }
 
 
@@ -129,20 +116,10 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def tiny(name: str) -> Any:
+    """The model, before stateroom's attention is installed in it."""
     config = {"model_type": name} | _BASE | (ARCHITECTURES | QUANTISABLE | OTHERS)[name]
     if config["model_type"] == "llama4":
         config = {"model_type": "llama4", "text_config": config}
-    model_class, arguments = utils._get_classes(config)
-    model = model_class(arguments.from_dict(config))
-    model.eval()
-    mx.random.seed(7)
-
-    def fill(path: str, old: mx.array) -> mx.array:
-        if old.ndim < 2 or not mx.issubdtype(old.dtype, mx.floating):
-            return old
-        scale = 1.0 if "embed" in path else 1.5 / old.shape[-1] ** 0.5
-        return scale * mx.random.normal(old.shape)
-
-    model.update(tree_map_with_path(fill, model.parameters()))
-    mx.eval(model.parameters())
+    model = untrained(config)
+    weigh(model)
     return model

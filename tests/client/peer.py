@@ -274,3 +274,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < until, "it did not come about"
         time.sleep(0.005)
+
+
+def endless(call: Call) -> None:
+    """A decode that draws three tokens, and then no more until it is cancelled."""
+    for token in b"abc":
+        call.token(token)
+
+
+def end_as_cancelled(call: Call) -> None:
+    call.peer.end_decode(call, list(b"abcd"), 9, "cancelled")

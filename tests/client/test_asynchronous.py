@@ -10,8 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 import pytest
-from tests.client.peer import PATIENCE_S, Call, Peer
-from tests.client.test_blocking import end_as_cancelled, endless
+from tests.client.peer import PATIENCE_S, Call, Peer, end_as_cancelled, endless
 
 from stateroom.client import AsyncRoom, AsyncSession, Room, Session, Timeouts, connect_async
 from stateroom.client.errors import (

@@ -221,24 +221,28 @@ class Recorded:
         assert threads in (1, 2)
 
 
+def walk(architecture: str, examples: int = 25, steps: int = 18, **attributes: object) -> None:
+    """Random operations on sessions of one architecture, with these attributes of `Operations`."""
+    machine = type(f"On_{architecture}", (Operations,), {"architecture": architecture, **attributes})
+    bounds = settings(
+        max_examples=examples, stateful_step_count=steps, suppress_health_check=list(HealthCheck)
+    )
+    run_state_machine_as_test(machine, settings=bounds)
+
+
 @pytest.mark.parametrize(
     ("architecture", "alone"),
     [(name, False) for name in ("llama", "qwen3", "gemma3_text", "lfm2", "falcon_h1", "mamba")]
     + [("llama", True), ("lfm2", True)],
 )
 def test_law(architecture: str, alone: bool) -> None:
-    machine = type(
-        f"Operations_{architecture}", (Operations,), {"architecture": architecture, "alone": alone}
-    )
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=25,
-            stateful_step_count=18,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    walk(architecture, alone=alone)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2", "falcon_h1"])
+def test_law_of_forks_that_share(architecture: str) -> None:
+    """Forks of forks over trunks of any length: no write of one is ever seen by another (B30)."""
+    walk(architecture, shared_min=1)
 
 
 SCHEMES = [
@@ -250,35 +254,7 @@ SCHEMES = [
 ]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2", "falcon_h1"])
-def test_law_of_forks_that_share(architecture: str) -> None:
-    """Forks of forks over trunks of any length: no write of one is ever seen by another (B30)."""
-    machine = type(f"Forks_{architecture}", (Operations,), {"architecture": architecture, "shared_min": 1})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=25,
-            stateful_step_count=18,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-
-
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2"])
 def test_law_of_mixed_schemes(architecture: str) -> None:
     """Sessions of several schemes side by side: each equals a fresh one of its own scheme."""
-    machine = type(
-        f"Schemes_{architecture}",
-        (Operations,),
-        {"architecture": architecture, "width": 256, "schemes": SCHEMES, "shared_min": 3},
-    )
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=12,
-            stateful_step_count=14,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    walk(architecture, examples=12, steps=14, width=256, schemes=SCHEMES, shared_min=3)

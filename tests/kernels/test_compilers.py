@@ -5,6 +5,7 @@ mlx writes the function around a body (its `custom_kernel.cpp` of either back en
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -162,3 +163,8 @@ def test_the_metal_form_does_what_the_host_form_does() -> None:
         metal = host.call(host.loaded(metal_text(launch), "metal"), launch, False)
         for one, other in zip(metal, host.host_run(launch), strict=True):
             assert mx.array_equal(one, other, equal_nan=True)
+
+
+def test_a_compiler_is_there_where_it_must_be() -> None:
+    """Other tests skip without one; where all of them are to run, that would be a failure unseen."""
+    assert host.compiler() or not os.environ.get("STATEROOM_TESTS_NEED_GXX")
