@@ -34,7 +34,10 @@ class PackedRows(StoredRows):
     # ------------------------------------------------------------ one forward
 
     def begin(self, n: int, position: int | mx.array | None = None) -> None:
-        """Opens the append of `n` tokens to every row. `position`: as `position`, if it was made already."""
+        """Opens the append of `n` tokens to every row. `position`: as `position`, if it was made already.
+
+        Raises RuntimeError inside another forward, ValueError for no tokens or no rows.
+        """
         if self._forward is not None:
             raise RuntimeError("a forward is open already")
         if n < 1 or self.layout.rows < 1:
@@ -58,7 +61,7 @@ class PackedRows(StoredRows):
         )
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Appends keys and values [B, Hkv, n, D] of one layer.
+        """Appends keys and values [B, Hkv, n, D] of one layer; `Mismatch` when they don't fit what it holds.
 
         Returns those of the columns that any query of this forward sees, [B, Hkv, S, D], as they are stored.
         """
@@ -80,7 +83,7 @@ class PackedRows(StoredRows):
         return fetched
 
     def commit(self) -> None:
-        """Every row now holds the tokens of the forward."""
+        """Every row now holds the tokens of the forward; RuntimeError when none is open."""
         forward = self._open()
         if forward.cut:
             for i, old in enumerate(forward.before[0]):  # layers that this forward passed over
@@ -90,7 +93,7 @@ class PackedRows(StoredRows):
         self._forward = None
 
     def rollback(self) -> None:
-        """Puts the planes back as they were at `begin`."""
+        """Puts the planes back as they were at `begin`; RuntimeError when no forward is open."""
         self.planes, self.layout = self._open().before
         self._forward = None
 

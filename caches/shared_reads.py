@@ -1,7 +1,8 @@
 """Attention of rows that have tokens in trunks: each trunk once for all its rows, then the rows' own columns.
 
 Partial attentions are joined by their log-sum-exp. A trunk's tokens all come before the queries, so that its
-read needs no mask, and all queries of all its rows lie side by side as the queries of one row.
+read needs no mask, and all queries of all its rows lie side by side as the queries of one row. Source of the
+idea: Hydragen (arXiv 2402.05099).
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from stateroom.caches.planes import Plane
 from stateroom.caches.ragged import Ragged
 from stateroom.caches.reach import FULL, Reach
 from stateroom.caches.trunk import Chain, Trunk, View, cut, twin
+from stateroom.caches.unfinished import Unfinished
 
 CHAIN_MAX = 8  # trunks in a row's view; each is a pass of its own, in every step
 SHARED_MIN = 64  # tokens; a shorter run costs more to read apart than it costs to copy
@@ -46,23 +47,13 @@ class DonorView:
     ends: tuple[int, ...]
 
 
-class StoredRows:
+class StoredRows(Unfinished[Forward, tuple[int, ...]]):
     """The planes of some layers for `rows` rows, and the one layout they share."""
 
-    __slots__ = (
-        "_at",
-        "_forward",
-        "_junk",
-        "_ragged",
-        "_round",
-        "chains",
-        "codecs",
-        "layout",
-        "planes",
-        "reach",
-    )
+    __slots__ = ("_at", "_junk", "chains", "codecs", "layout", "planes", "reach")
 
     def __init__(self, codecs: Sequence[LayerCodecs], rows: int = 1, reach: Reach = FULL) -> None:
+        super().__init__()  # a round remembers offsets
         self.codecs = tuple(codecs)
         self.reach = reach
         self.layout = Layout.empty(rows)
@@ -71,10 +62,7 @@ class StoredRows:
             at += [at[-1] + keys.planes, at[-1] + keys.planes + values.planes]
         self._at = tuple(at)  # where each layer's keys begin, then its values
         self.planes: list[Plane] = [None] * at[-1]
-        self._forward: Forward | None = None
         self._junk = False  # a lone row may have bytes behind its end; it never reads there
-        self._round: tuple[int, ...] | None = None  # offsets when a speculative round began
-        self._ragged: Ragged | None = None  # an open ragged prefill
         # What a row of full reach has before its columns, shared with others; its layout calls it forgotten.
         self.chains: tuple[Chain, ...] = ((),) * rows
 
@@ -325,15 +313,7 @@ class StoredRows:
 
     def spec_round_begin(self) -> None:
         """Remembers where the rows end; what follows can be taken back per row."""
-        self._refuse_unfinished()
-        if self._round is not None:
-            raise RuntimeError("a speculative round is open already")
-        self._round = self.layout.offset
-
-    def spec_round_commit(self) -> None:
-        """Keeps all of the round."""
-        self._round_open()
-        self._round = None
+        self._begin_round(self.layout.offset)
 
     def spec_round_rollback(self, keep: int | Sequence[int]) -> None:
         """Keeps the first `keep` tokens of the round, one number for all rows or one for each."""
@@ -347,18 +327,9 @@ class StoredRows:
         self._round = None
 
     @property
-    def in_round(self) -> bool:
-        return self._round is not None
-
-    @property
     def round_offsets(self) -> tuple[int, ...]:
         """Where the rows ended when the open round began."""
         return self._round_open()
-
-    def _round_open(self) -> tuple[int, ...]:
-        if self._round is None:
-            raise RuntimeError("no speculative round is open")
-        return self._round
 
     def _drop_ends(self, shorter: Layout) -> None:
         """The same rows with fewer tokens at their ends; the columns are zeroed, all rows in one scatter."""
@@ -379,11 +350,6 @@ class StoredRows:
 
     # ------------------------------------------------------------ ragged prefill
 
-    @property
-    def right_pad(self) -> tuple[int, ...] | None:
-        """The padding behind each row's prompt while a ragged prefill is open."""
-        return None if self._ragged is None else self._ragged.right_pad
-
     def prepare_prefill(self, lengths: Sequence[int]) -> None:
         """Opens a prefill of prompts of these lengths, each padded at its right to the longest."""
         self._refuse_unfinished()
@@ -397,11 +363,10 @@ class StoredRows:
     def finalize_prefill(self) -> None:
         """Ends it: padding moves to the left, and only real tokens are live."""
         self._refuse_inside_forward()
-        if self._ragged is None:
-            raise RuntimeError("no ragged prefill is open")
-        self._ragged.check_fed(self.layout.offset)
-        if any(self._ragged.right_pad):
-            layout = self.layout.with_offsets(self._ragged.ends)
+        ragged = self._ragged_open()
+        ragged.check_fed(self.layout.offset)
+        if any(ragged.right_pad):
+            layout = self.layout.with_offsets(ragged.ends)
             ends = layout.ends
             moved = layout.align([p + max(ends) - end for p, end in zip(layout.left_pad, ends, strict=True)])
             planes = [None if p is None else plane_of.aligned(p, layout, moved) for p in self.planes]
@@ -444,12 +409,11 @@ class StoredRows:
         return held[: middle - start], held[middle - start :]
 
     def stored(self, layer: int) -> tuple[Sequence[mx.array], Sequence[mx.array]]:
-        """The planes of a layer's keys and of its values, whole."""
-        start, middle, end = self._at[2 * layer : 2 * layer + 3]
-        planes = [plane for plane in self.planes[start:end] if plane is not None]
-        if not planes:
+        """The planes of a layer's keys and of its values, whole; ValueError when it holds nothing yet."""
+        keys, values = self.layer_planes(self.planes, layer)
+        if not keys and not values:
             raise ValueError("this layer holds nothing yet")
-        return planes[: middle - start], planes[middle - start :]
+        return keys, values
 
     def _cut(self, layer: int, first: int, width: int) -> tuple[list[mx.array], list[mx.array]]:
         keys, values = self.stored(layer)
@@ -501,15 +465,6 @@ class StoredRows:
     def _replace(self, planes: list[Plane], layout: Layout) -> None:
         """The same rows in other columns; an open round goes on."""
         self.planes, self.layout = self._made(planes, layout).planes, layout
-
-    def _refuse_inside_forward(self) -> None:
-        if self._forward is not None:
-            raise RuntimeError("rows can't be rearranged inside a forward")
-
-    def _refuse_unfinished(self) -> None:
-        self._refuse_inside_forward()
-        if self._ragged is not None:
-            raise RuntimeError("a ragged prefill is open: its padding would be taken for tokens")
 
     # ------------------------------------------------------------ sizes, from shapes alone
 

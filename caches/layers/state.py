@@ -13,8 +13,10 @@ from mlx_lm.models.cache import ArraysCache
 
 from stateroom.caches.errors import CannotTrim, Mismatch
 from stateroom.caches.ragged import Ragged
+from stateroom.caches.unfinished import Unfinished
 
 State = mx.array | None  # None until the first forward
+Remembered = tuple[tuple[int, ...], list[list[State]]]  # offsets, and the arrays of each layer
 
 
 class StateLayer(ArraysCache):  # type: ignore[misc]  # models ask isinstance(cache, ArraysCache)
@@ -31,18 +33,16 @@ class StateLayer(ArraysCache):  # type: ignore[misc]  # models ask isinstance(ca
         """
 
 
-class StateRows:
+class StateRows(Unfinished[int, Remembered]):
     """The states of some layers for `rows` rows, and how many tokens they have seen."""
 
-    __slots__ = ("_before", "_forward", "_ragged", "_round", "layers", "offset")
+    __slots__ = ("_before", "layers", "offset")
 
     def __init__(self, sizes: Sequence[int], rows: int = 1) -> None:
+        super().__init__()  # a forward is the number of its tokens
         self.layers = [StateLayer([None] * size) for size in sizes]
         self.offset = (0,) * rows
-        self._forward: int | None = None  # tokens of the open forward
-        self._before: list[list[State]] = []
-        self._round: tuple[tuple[int, ...], list[list[State]]] | None = None
-        self._ragged: Ragged | None = None  # an open ragged prefill
+        self._before: list[list[State]] = []  # at the open forward's begin
 
     @property
     def signature(self) -> Hashable:
@@ -56,22 +56,28 @@ class StateRows:
     # ------------------------------------------------------------ one forward
 
     def begin(self, n: int, position: int | mx.array | None = None) -> None:
+        """Opens a forward of `n` tokens a row; RuntimeError inside another."""
         if self._forward is not None:
             raise RuntimeError("a forward is open already")
         self._forward, self._before = n, self._remembered()
         self._tell_lengths()
 
     def commit(self) -> None:
-        if self._forward is None:
-            raise RuntimeError("no forward is open")
-        self.offset = tuple(offset + self._forward for offset in self.offset)
+        """Every row has seen the tokens of the forward; RuntimeError when none is open."""
+        tokens = self._open()
+        self.offset = tuple(offset + tokens for offset in self.offset)
         self._ended()
 
     def rollback(self) -> None:
-        if self._forward is None:
-            raise RuntimeError("no forward is open")
+        """Puts the states back as they were at `begin`; RuntimeError when no forward is open."""
+        self._open()
         self._put_back(self._before)
         self._ended()
+
+    def _open(self) -> int:
+        if self._forward is None:
+            raise RuntimeError("no forward is open")
+        return self._forward
 
     def _ended(self) -> None:
         self._forward, self._before = None, []
@@ -137,6 +143,7 @@ class StateRows:
         return cls._made(layers, tuple(offset for source in sources for offset in source.offset))
 
     def extract_row(self, row: int) -> StateRows:
+        """One row alone; IndexError when there is none of that number."""
         self._refuse_unfinished()
         if not 0 <= row < len(self.offset):
             raise IndexError(f"row {row} of {len(self.offset)}")
@@ -147,8 +154,7 @@ class StateRows:
 
     def filtered(self, keep: Sequence[int]) -> StateRows:
         """The rows of `keep`, in its order. None is legal: such a group can be merged into."""
-        if self._forward is not None:
-            raise RuntimeError("rows can't be rearranged inside a forward")
+        self._refuse_inside_forward()
         if any(not 0 <= row < len(self.offset) for row in keep):
             raise IndexError(f"rows {list(keep)} of {len(self.offset)}")
         index = mx.array(list(keep), dtype=mx.int32)
@@ -170,22 +176,25 @@ class StateRows:
         """Nothing: a state holds no tokens."""
 
     def whole(self) -> StateRows:
+        """Itself: no trunk holds a part of a state."""
         return self
 
     def can_trim(self, row: int, n: int) -> bool:
+        """Only by nothing."""
         return n == 0
 
     def trim_floor(self, row: int) -> int:
+        """The row's own length."""
         return self.offset[row]
 
     def trim(self, row: int, n: int) -> None:
+        """`CannotTrim` but for n = 0."""
         if n:
             raise CannotTrim("a recurrent state can't be trimmed")
 
     def sharing(self) -> StateRows:
         """The same states, an open round and all, over the same arrays, which nobody writes into."""
-        if self._forward is not None:
-            raise RuntimeError("rows can't be rearranged inside a forward")
+        self._refuse_inside_forward()
         made = type(self)([len(layer.cache) for layer in self.layers], len(self.offset))
         made._put_back(self._remembered())
         made.offset, made._round, made._ragged = self.offset, self._round, self._ragged
@@ -202,14 +211,8 @@ class StateRows:
     # ------------------------------------------------------------ rounds, ragged prefill
 
     def spec_round_begin(self) -> None:
-        self._refuse_unfinished()
-        if self._round is not None:
-            raise RuntimeError("a speculative round is open already")
-        self._round = (self.offset, self._remembered())
-
-    def spec_round_commit(self) -> None:
-        self._round_open()
-        self._round = None
+        """Remembers the states, to go back to them or not."""
+        self._begin_round((self.offset, self._remembered()))
 
     def can_keep(self, keep: Sequence[int]) -> bool:
         """`spec_round_rollback(keep)` would be exact: of each row all of the round stays, or nothing."""
@@ -224,6 +227,7 @@ class StateRows:
         return alike and all(stay or gone for stay, gone in zip(stays, back, strict=True))
 
     def spec_round_rollback(self, keep: Sequence[int]) -> None:
+        """Row i keeps the first `keep[i]` tokens of the round; `CannotTrim` unless `can_keep`."""
         self._refuse_unfinished()
         if not self.can_keep(keep):
             raise CannotTrim("a recurrent state keeps all of a round or nothing")
@@ -239,21 +243,9 @@ class StateRows:
         self._round = None
 
     @property
-    def in_round(self) -> bool:
-        return self._round is not None
-
-    @property
     def round_offsets(self) -> tuple[int, ...]:
+        """Where the rows ended when the open round began."""
         return self._round_open()[0]
-
-    def _round_open(self) -> tuple[tuple[int, ...], list[list[State]]]:
-        if self._round is None:
-            raise RuntimeError("no speculative round is open")
-        return self._round
-
-    @property
-    def right_pad(self) -> tuple[int, ...] | None:
-        return None if self._ragged is None else self._ragged.right_pad
 
     def prepare_prefill(self, lengths: Sequence[int]) -> None:
         """Opens a ragged prefill: of what is fed, only the first `lengths[row]` tokens are real."""
@@ -264,16 +256,10 @@ class StateRows:
         self._ragged = ragged
 
     def finalize_prefill(self) -> None:
-        if self._ragged is None:
-            raise RuntimeError("no ragged prefill is open")
-        self._ragged.check_fed(self.offset)
-        self.offset, self._ragged = self._ragged.ends, None
-
-    def _refuse_unfinished(self) -> None:
-        if self._forward is not None:
-            raise RuntimeError("rows can't be rearranged inside a forward")
-        if self._ragged is not None:
-            raise RuntimeError("a ragged prefill is open")
+        """Ends it: rows count their real tokens. RuntimeError when none is open, or it isn't all fed."""
+        ragged = self._ragged_open()
+        ragged.check_fed(self.offset)
+        self.offset, self._ragged = ragged.ends, None
 
     # ------------------------------------------------------------ sizes, from shapes alone
 
