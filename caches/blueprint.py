@@ -122,8 +122,7 @@ class Blueprint:
                 yield "composite", "+".join(sorted(stored)) or "dense"
 
     def _stores(self, slot: Attention) -> str:
-        keys, values = self.attention[slot.reach][slot.index]
-        return keys.name if keys.name == values.name else self.scheme.name
+        return "dense" if self.attention[slot.reach][slot.index] == DENSE else self.scheme.name
 
     @property
     def batchable(self) -> bool:

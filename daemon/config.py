@@ -114,7 +114,11 @@ def model_specs(specs: list[str], models_dir: Path) -> tuple[ModelSpec, ...]:
                 raise Leave(CONFIG, f"There is no model at {spec}.")
             spec = str(path)
         elif "/" not in spec:  # the id of a model on a hub has one
-            raise Leave(CONFIG, f"There is no model {spec!r}: no path, nor installed (see `model list`).")
+            raise Leave(
+                CONFIG,
+                f"There is no model {spec!r}: no path, nor installed. `stateroom model list` names those "
+                "that are, `stateroom model add demo` fetches one.",
+            )
         known = ModelSpec(model_id(spec), spec)
         if known.id in made:
             raise Leave(CONFIG, f"Two models are called {known.id!r}; rename one of the directories.")

@@ -121,8 +121,12 @@ class Memory:
             return
         free = self.budget_bytes - self.held_bytes - self._promised()
         if needed > max(free, 0) and not self._made_room(needed - free, theirs or set()):
+            if needed > self.budget_bytes:
+                advice = f"the budget is {self.budget_bytes}: it can't fit"
+            else:
+                advice = "close sessions or try again"
             raise Capacity(  # what takes nothing more is never refused
-                f"This needs {needed} bytes of KV and {max(free, 0)} are free; close sessions or try again.",
+                f"This needs {needed} bytes of KV and {max(free, 0)} are free; {advice}.",
                 needed_bytes=needed,
                 free_bytes=max(free, 0),
                 retry_after_s=RETRY_AFTER_S,
