@@ -35,6 +35,11 @@ class Layer:
     dtype: mx.Dtype
 
     @property
+    def scale(self) -> float:
+        """As models have it: scores of wide heads would differ so much else that their roundings show."""
+        return float(self.key_width**-0.5)
+
+    @property
     def quantised(self) -> bool:
         return not isinstance(self.codecs[0], Dense)
 

@@ -120,7 +120,7 @@ class Reading:
         queries, keys, values = self.drawn(len(self.kept), n)
         if stored:
             self.rows.begin(n)
-        got = read(self.rows, 0, queries, keys, values, SCALE, **given)
+        got = read(self.rows, 0, queries, keys, values, self.layer.scale, **given)
         assert got.dtype == self.layer.dtype
         assert got.shape == (*queries.shape[:3], self.layer.value_width)
         want = []
@@ -138,7 +138,7 @@ class Reading:
             assert all_keys is not None
             assert all_values is not None
             shown = [sorted(sees(before, before + n, before + query)) for query in range(n)]
-            want.append(attended(floats(queries[row]), all_keys, all_values, shown, SCALE))
+            want.append(attended(floats(queries[row]), all_keys, all_values, shown, self.layer.scale))
         assert_close(got, np.stack(want), bound)
         if stored:
             self.rows.commit()
@@ -224,7 +224,7 @@ class Attending(Reading):
         logits = self.random.normal(size=heads).astype(np.float32) if sinks else None
         passed = got_keys if keys_as_values else got_values
         given = None if logits is None else mx.array(logits).astype(queries.dtype)
-        got = layer.attend(queries, got_keys, passed, SCALE, mask, given)
+        got = layer.attend(queries, got_keys, passed, self.layer.scale, mask, given)
         new, want = encoded([self.layer], [keys, values]), []
         for row, kept in enumerate(self.kept):
             before = kept.length
@@ -244,7 +244,7 @@ class Attending(Reading):
                         all_keys,
                         all_keys if keys_as_values else all_values,
                         shown,
-                        SCALE,
+                        self.layer.scale,
                         None if given is None else floats(given),
                         extra,
                     )
