@@ -47,6 +47,7 @@ class Command:
     request: Request
     session: str | None = None
     children: list[str] = field(default_factory=list)
+    owner: str = ""  # whose it is
 
 
 CHAT_CHARACTERS_MAX = 2_000_000  # of one session's messages: with its tokens they must fit into one frame
@@ -84,6 +85,7 @@ class Adopt:
     background: bool = False
     chat: list[ChatTurn] = field(default_factory=list)
     kv: KV | None = None
+    owner: str = ""
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,7 @@ def encode_to_worker(message: ToWorker) -> bytes:
                 "args": to_wire(message.request),
                 "session": message.session,
                 "children": message.children,
+                "owner": message.owner,
             }
         )
     name = {Adopt: "adopt", CancelCommand: "cancel", Stop: "stop"}[type(message)]
@@ -190,7 +193,7 @@ def decode_to_worker(frame: bytes) -> ToWorker:
     if name == "stop":
         return Stop()
     request = from_wire(OPERATIONS[wire["op"]].request, wire["args"])
-    return Command(wire["rid"], request, wire["session"], wire["children"])
+    return Command(wire["rid"], request, wire["session"], wire["children"], wire["owner"])
 
 
 def encode_from_worker(message: FromWorker) -> bytes:

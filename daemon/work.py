@@ -172,7 +172,7 @@ class Work:
         ticket.generation = session.generation = engine.generation
         ticket.advance(RequestEvent.SEND)
         children = [child.id for child in ticket.children]
-        engine.send(Command(ticket.rid, ticket.request, session.id, children))
+        engine.send(Command(ticket.rid, ticket.request, session.id, children, ticket.owner))
         if ticket.cancel_wanted:
             self._tell_cancel(ticket, RequestEvent.CANCEL)
 
@@ -184,7 +184,9 @@ class Work:
         session.generation = engine.generation
         background = session.session_class == "background"
         tokens = session.tokens.tolist()
-        engine.send(Adopt(ticket.rid, session.id, tokens, background, session.chat, session.kv))
+        engine.send(
+            Adopt(ticket.rid, session.id, tokens, background, session.chat, session.kv, session.owner)
+        )
 
     # ------------------------------------------------------------ two requests meet
 

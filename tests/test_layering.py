@@ -34,7 +34,7 @@ LAYERS = (
     Layer(r"caches/.*", r"(caches|kernels)(\..*)?"),
     Layer(
         r"daemon/engine/.*",
-        r"(daemon\.engine|caches|kernels)(\..*)?|daemon\.(link|clock|logs|scheduler|blas|models)"
+        r"(daemon\.engine|caches|kernels)(\..*)?|daemon\.(link|clock|logs|scheduler(\..*)?|blas|models)"
         r"|client\.(protocol|limits|wire|errors|paths)",
     ),
     # The commands and the demo are clients that happen to be installed with the daemon.

@@ -18,15 +18,17 @@ import mlx.core as mx
 from stateroom.client import protocol as p
 from stateroom.client.errors import Busy, Exists, Invalid, NotFound, TooLong, Unsupported
 from stateroom.daemon.engine import inputs
-from stateroom.daemon.engine.engine import Engine, Work
+from stateroom.daemon.engine.decoding import without_numbers
+from stateroom.daemon.engine.engine import Engine
 from stateroom.daemon.engine.fill import Fill
+from stateroom.daemon.engine.filling import Work
 from stateroom.daemon.engine.memory import STEP
 from stateroom.daemon.engine.sampling import check as check_sampling
 from stateroom.daemon.engine.score import Score
 from stateroom.daemon.engine.session import Change, Session, apply, common_prefix, plan
 from stateroom.daemon.engine.stream import Stream
 from stateroom.daemon.link import Adopt, CancelCommand, ChatTurn, Command
-from stateroom.daemon.scheduler import QUANTUM_MAX
+from stateroom.daemon.scheduler.pace import QUANTUM_MAX
 
 
 class Commands:
@@ -85,7 +87,9 @@ class Commands:
         tokens = inputs.whole(self.loaded, request)
         inputs.check_length(len(tokens), self.loaded.context)
         self.engine.memory.admit(served, (None, len(tokens)))
-        session = Session(command.session, served, background=request.session_class == "background")
+        session = Session(
+            command.session, served, command.owner, background=request.session_class == "background"
+        )
         self.engine.sessions[session.id] = session
         fill = Fill(
             command.rid,
@@ -95,7 +99,7 @@ class Commands:
             self.engine.clock_ms(),
             opens=True,
         )
-        self.engine.begin_work(fill)
+        self.engine.filling.begin(fill)
 
     def _opened(self, request: p.Open) -> Callable[[Fill], None]:
         def then(fill: Fill) -> None:
@@ -156,7 +160,7 @@ class Commands:
 
         now_ms = self.engine.clock_ms()
         fill = Fill(command.rid, session, change, then, now_ms, progress=progress, chat=bool(messages))
-        self.engine.begin_work(fill)
+        self.engine.filling.begin(fill)
 
     def _trim(self, command: Command, request: p.Trim) -> None:
         session = self._idle_session(command)
@@ -189,7 +193,7 @@ class Commands:
         session = self.engine.sessions.get(command.session)
         if session is None:
             served = self.engine.schemes.of(command.kv)
-            session = self.engine.sessions[command.session] = Session(command.session, served)
+            session = self.engine.sessions[command.session] = Session(command.session, served, command.owner)
         session.background = command.background
         inputs.check_tokens(command.tokens, self.loaded.vocab)
         apply(session, Change(0, 0, command.tokens, None))
@@ -220,7 +224,7 @@ class Commands:
         missing = session.missing
 
         def begin(started_ms: float) -> None:
-            self.engine.begin_stream(
+            self.engine.decoding.begin(
                 Stream.begin(
                     rid=command.rid,
                     session=session,
@@ -248,7 +252,7 @@ class Commands:
             begin(received)
         else:
             # The content is as it was; only KV that was dropped is computed again.
-            self.engine.begin_work(
+            self.engine.filling.begin(
                 Fill(command.rid, session, plan(session, session.length, []), then, received, most=most)
             )
 
@@ -262,9 +266,7 @@ class Commands:
             self.engine.memory.admit(session.served, *((None, session.length) for _ in command.children))
         children = []
         for child_id in command.children:
-            child = Session(
-                child_id, session.served, background=session.background, tokens=list(session.tokens)
-            )
+            child = Session(child_id, session.served, command.owner, session.background, list(session.tokens))
             if cache is not None:
                 child.cache = cache.branch(self.engine.shared_min) if shares else cache.fork()
                 child.stored, child.trail = session.stored, session.trail.copy()
@@ -300,16 +302,16 @@ class Commands:
 
         def then(fill: Fill) -> None:
             score.cancelled = fill.cancelled
-            self.engine.begin_work(score)
+            self.engine.filling.begin(score)
 
         fill = Fill(command.rid, session, plan(session, session.length, []), then, self.engine.clock_ms())
-        self.engine.begin_work(fill)
+        self.engine.filling.begin(fill)
 
     def _scored(self, work: Work) -> None:
         assert isinstance(work, Score)
         engine, session = self.engine, work.session
         if not all(map(math.isfinite, work.logprobs)):
-            raise engine.without_numbers(session)
+            raise without_numbers(session)
         # A cancelled score tells what it had; the list is then shorter than the continuation.
         engine.answer(work.rid, work.result(), engine.journal(session, session.length))
 

@@ -13,7 +13,7 @@ from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.kv import Served
 from stateroom.daemon.engine.score import Score
 from stateroom.daemon.engine.session import Session
-from stateroom.daemon.scheduler import QUANTUM_MAX
+from stateroom.daemon.scheduler.pace import QUANTUM_MAX
 
 if TYPE_CHECKING:
     from stateroom.daemon.engine.engine import Engine
@@ -53,11 +53,11 @@ class Memory:
     def held_bytes(self) -> int:
         """KV on the device: rows of sessions and batches, and each checkpoint once, whoever shares it."""
         engine = self._engine
-        batches = sum(batch.cache.nbytes_capacity for batch in engine.batches if batch.cache is not None)
+        batched = [batch.cache for batch in engine.decoding.batches if batch.cache is not None]
+        batches = sum(cache.nbytes_capacity for cache in batched)
         rows = sum(session.kv_bytes for session in engine.sessions.values())
-        caches = [batch.cache for batch in engine.batches]
-        caches += [session.cache for session in engine.sessions.values()]
-        trunks = {trunk for cache in caches if cache is not None for trunk in cache.trunks}
+        alone = [session.cache for session in engine.sessions.values() if session.cache is not None]
+        trunks = {trunk for cache in (*batched, *alone) for trunk in cache.trunks}
         shared = sum(trunk.nbytes for trunk in trunks)
         return batches + rows + shared + self._marks_bytes(engine.sessions.values())
 
@@ -78,7 +78,7 @@ class Memory:
         """The cache that has the session's row, and which one that is."""
         if not session.lent:
             return session.cache, 0
-        for batch in self._engine.batches:
+        for batch in self._engine.decoding.batches:
             for row, stream in enumerate(batch.members):
                 if stream.session is session:
                     return batch.cache, row

@@ -25,6 +25,7 @@ class Session:
 
     id: str
     served: Served
+    owner: str = ""
     background: bool = False
     tokens: list[int] = field(default_factory=list)
     cache: SessionCache | None = None

@@ -34,7 +34,7 @@ from stateroom.daemon.link import (
     encode_from_worker,
 )
 from stateroom.daemon.logs import LogFormat, incident, make_log
-from stateroom.daemon.scheduler import Pace
+from stateroom.daemon.scheduler.pace import Pace
 
 if TYPE_CHECKING:
     from stateroom.daemon.engine.commands import Commands

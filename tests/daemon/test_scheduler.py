@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stateroom.daemon.scheduler import ALONE_EVERY, QUANTUM_MAX, QUANTUM_MIN, Pace
+from stateroom.daemon.scheduler.pace import ALONE_EVERY, QUANTUM_MAX, QUANTUM_MIN, Pace
 
 
 def run(pace: Pace, turns: int, *, step_ms: float, token_ms: float, streams: bool = True) -> list[int]:

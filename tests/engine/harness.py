@@ -20,7 +20,7 @@ from stateroom.daemon.engine.engine import Engine
 from stateroom.daemon.engine.model import LoadedModel
 from stateroom.daemon.engine.session import Session
 from stateroom.daemon.link import Adopt, Answer, CancelCommand, ChatTurn, Command, Journal, Journals
-from stateroom.daemon.scheduler import Pace
+from stateroom.daemon.scheduler.pace import Pace
 
 TURNS_MAX = 5_000
 PROMPT = [10, 20, 30, 40, 50, 60, 70]

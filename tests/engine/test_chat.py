@@ -7,7 +7,7 @@ from tests.engine.harness import Bench
 from tests.tiny import make_tiny_model
 
 from stateroom.client import protocol as p
-from stateroom.daemon.scheduler import Pace
+from stateroom.daemon.scheduler.pace import Pace
 
 
 def said(role: str, content: str) -> p.Message:
@@ -62,7 +62,7 @@ def test_half_a_message_is_nobodys_answer(bench: Bench, how: str) -> None:
         ask(bench, session, "two")
         bench.call(p.Trim(session=session, count=3))
     else:
-        bench.engine.pace = Pace(idle_ms=0.01)
+        bench.engine.filling.pace = Pace(idle_ms=0.01)
         rid = bench.start(p.Prefill(session=session, messages=[said("user", "two " * 80)]))
         while bench.session(session).stored < length + 20:
             bench.engine.step()

@@ -14,7 +14,7 @@ from tests.tiny import WINDOW, make_tiny_model
 
 from stateroom.client import protocol as p
 from stateroom.daemon.engine.model import LoadedModel
-from stateroom.daemon.scheduler import QUANTUM_MAX, QUANTUM_MIN, Pace
+from stateroom.daemon.scheduler.pace import QUANTUM_MAX, QUANTUM_MIN, Pace
 
 ARCHITECTURES = ["llama", "qwen3", "gemma3_text", "lfm2", "falcon_h1", "mamba"]
 EXPERT_ROWS_MAX = 32_768  # above it, rows of a quantised expert product came out wrong on Metal

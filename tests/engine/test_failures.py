@@ -19,7 +19,7 @@ def test_a_session_of_nan_fails_alone_and_heals(bench: Bench) -> None:
     rids = [bench.start(p.Decode(session=s, max_tokens=20, ignore_eos=True)) for s in (poisoned, clean)]
     for _ in range(4):
         bench.engine.step()
-    (batch,) = bench.engine.batches
+    (batch,) = bench.engine.decoding.batches
     assert batch.cache is not None
     planes = batch.cache.stores[0].planes
     row = next(i for i, stream in enumerate(batch.members) if stream.session.id == poisoned)

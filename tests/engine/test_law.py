@@ -206,7 +206,7 @@ class Operations(RuleBasedStateMachine):
     def law(self) -> None:
         assert not self.bench.incidents, self.bench.incidents
         assert not self.bench.engine.requests
-        assert not self.bench.engine.batches
+        assert not self.bench.engine.decoding.batches
         self.bench.check_trunks()
         # A write into a fork's sibling would show on one that wasn't touched: check those too.
         for session in self.ids:

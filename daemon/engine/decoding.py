@@ -1,0 +1,215 @@
+"""The streams of an engine: which rows decode together, their steps, and their ends.
+
+A step is launched with the last draws still on the device, where the rows can be trimmed by a step; then the
+step before is read and told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+import mlx.core as mx
+
+from stateroom.caches.session import SessionCache
+from stateroom.client.errors import Numeric
+from stateroom.daemon.engine.batch import Batch, Flight
+from stateroom.daemon.engine.session import Session
+from stateroom.daemon.engine.stream import Stream
+
+if TYPE_CHECKING:
+    from stateroom.daemon.engine.engine import Engine
+
+
+class Decoding:
+    """The batches of an engine, and what waits to join them. `rows_max`: rows of one batch."""
+
+    def __init__(self, engine: Engine, rows_max: int) -> None:
+        self._engine = engine
+        self.rows_max = rows_max
+        self.joining: list[Stream] = []
+        self.batches: list[Batch] = []
+        self.tokens = 0  # drawn since the start
+        self.steps = 0
+
+    @property
+    def rows(self) -> int:
+        return sum(len(batch.members) for batch in self.batches)
+
+    def step_all(self) -> None:
+        """Every batch: its next step is launched, the one before is told."""
+        self._each(self._step)
+
+    def land_all(self) -> None:
+        """Every batch's step in flight ends."""
+        self._each(self._land)
+
+    def launch_all(self) -> None:
+        self._each(self._launch)
+
+    def _each(self, act: Callable[[Batch], None]) -> None:
+        for batch in list(self.batches):
+            try:
+                act(batch)
+            except Exception as error:
+                self._batch_failed(batch, error)
+
+    def drop_empty(self) -> None:
+        self.batches = [batch for batch in self.batches if batch.members]
+
+    def begin(self, stream: Stream) -> None:
+        self._engine.requests[stream.rid] = stream
+        self.joining.append(stream)
+
+    def join(self) -> None:
+        waiting, self.joining = self.joining, []
+        groups: dict[int, tuple[Batch, list[Stream]]] = {}
+        for stream in waiting:
+            if stream.cancelled:
+                self._finish_stream(stream)
+                continue
+            if stream.has_ended():
+                continue  # while its row was out to be quantised
+            cache = stream.session.cache
+            if cache is None:
+                cache = stream.session.cache = stream.session.served.empty()
+            if not cache.tokens_left_dense:
+                stream.session.settle()
+                cache.quantise()
+            batch = next((b for b in self.batches if self._has_place(b, groups, cache)), None)
+            if batch is None:
+                lookahead = cache.speculative  # its rows can be trimmed by a step
+                batch = Batch(self._engine.loaded.model, self.rows_max, lookahead)
+                self.batches.append(batch)
+            groups.setdefault(id(batch), (batch, []))[1].append(stream)
+        for batch, streams in groups.values():
+            try:
+                batch.join(streams)
+            except Exception as error:
+                if any(stream in batch.members for stream in streams):
+                    self._batch_failed(batch, error)
+                else:  # merging failed before anything moved; those who decode go on
+                    for stream in streams:
+                        self._stream_failed(stream, error)
+
+    def _has_place(
+        self, batch: Batch, groups: dict[int, tuple[Batch, list[Stream]]], cache: SessionCache
+    ) -> bool:
+        coming = groups.get(id(batch), (batch, []))[1]
+        if len(batch.members) + len(coming) >= self.rows_max or not self._engine.schemes.batchable:
+            return False
+        other = batch.cache if batch.cache is not None else coming[0].session.cache if coming else None
+        if other is None or other.signature != cache.signature:
+            return other is None
+        together = [*(batch.cache.columns if batch.cache is not None else ()), *cache.columns]
+        together += [
+            offset for stream in coming if stream.session.cache for offset in stream.session.cache.columns
+        ]
+        padding = len(together) * max(together) - sum(together)
+        return self._engine.memory.has_room(int(padding * cache.bytes_per_token))
+
+    def _step(self, batch: Batch) -> None:
+        if batch.lookahead:
+            flight = batch.flight
+            self._launch(batch)
+            self._publish(batch, flight)
+        else:
+            self._land(batch)
+            self._launch(batch)
+
+    def _launch(self, batch: Batch) -> None:
+        self.joining.extend(batch.leave_due())
+        batch.launch()
+
+    def _land(self, batch: Batch) -> None:
+        """Ends the step in flight before another is launched."""
+        flight, batch.flight = batch.flight, None
+        self._publish(batch, flight)
+
+    def _publish(self, batch: Batch, flight: Flight | None) -> None:
+        """Reads a step's draws and tells them; streams that ended leave with their rows."""
+        if flight is None:
+            return
+        batch.landing = flight
+        mx.eval(flight.drawn.arrays())
+        tokens = cast("list[int]", flight.drawn.tokens.tolist())
+        finite = flight.drawn.read_finite()
+        logprobs = flight.drawn.read_logprobs()
+        self.steps += 1
+        ended = []
+        for row, stream in enumerate(flight.members):
+            if stream.has_ended():
+                continue  # it ended a step ago; this draw was one too many
+            if not finite[row]:
+                stream.finish = "cancelled"
+                ended.append((stream, True))
+                continue
+            keep = stream.session.length
+            event = stream.take(tokens[row], logprobs.get(row))
+            self.tokens += 1
+            if stream.request.stream:
+                self._engine.answer(stream.rid, event, self._engine.journal(stream.session, keep))
+            if stream.has_ended():
+                ended.append((stream, False))
+        batch.leave([stream for stream, _ in ended if stream in batch.members])
+        for stream, numeric in ended:
+            if numeric:
+                error = without_numbers(stream.session)
+                self._close_stream(stream)
+                self._engine.fail(stream.rid, error, self._engine.journal(stream.session, stream.base))
+            else:
+                self._finish_stream(stream)
+        batch.landing = None
+        if batch.cache is not None and batch.cache.checkpointed:
+            for row, stream in enumerate(batch.members):
+                self._engine.memory.mark(stream.session, batch.cache, row)
+
+    def _finish_stream(self, stream: Stream) -> None:
+        self._close_stream(stream)
+        if stream.finish is None:
+            stream.finish = "cancelled"
+        keep = stream.session.length if stream.request.stream else stream.base
+        self._engine.answer(
+            stream.rid, stream.result(self._engine.clock_ms()), self._engine.journal(stream.session, keep)
+        )
+
+    def _close_stream(self, stream: Stream) -> None:
+        self._engine.requests.pop(stream.rid, None)
+        stream.session.origin = "session"
+        if stream.session.cache is not None:
+            stream.session.settle()
+
+    def end_cancelled(self) -> None:
+        """A stream that was cancelled before its first step is in no flight that would end it."""
+        for stream in [r for r in self._engine.requests.values() if isinstance(r, Stream) and r.cancelled]:
+            flying = any(b.flight is not None and stream in b.flight.members for b in self.batches)
+            if stream not in self.joining and not flying and stream.finish is None:
+                for batch in self.batches:
+                    batch.leave([s for s in batch.members if s is stream])
+                self._finish_stream(stream)
+
+    def _batch_failed(self, batch: Batch, error: BaseException) -> None:
+        """A step raised: its streams end by name, and their sessions go back to their tokens."""
+        flights = [flight for flight in (batch.flight, batch.landing) if flight is not None]
+        streams = set(batch.members).union(*(flight.members for flight in flights))
+        batch.members, batch.cache, batch.flight, batch.landing = [], None, None, None
+        for stream in streams:
+            if stream.rid in self._engine.requests:
+                self._stream_failed(stream, error)
+
+    def _stream_failed(self, stream: Stream, error: BaseException) -> None:
+        stream.finish = "cancelled"
+        stream.session.lent = False
+        stream.session.drop_kv()
+        self._engine.requests.pop(stream.rid, None)
+        self._engine.fail(stream.rid, error, self._engine.journal(stream.session, stream.base))
+
+
+def without_numbers(session: Session) -> Numeric:
+    """What to answer when its logits aren't finite. The KV goes, where what spoiled them may lie."""
+    session.drop_kv()
+    return Numeric(
+        "The model gave NaN or infinite logits for this session; its KV was dropped and will "
+        "be computed again from its tokens when it is next used.",
+        length=session.length,
+    )
