@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median
 
@@ -70,7 +70,7 @@ def together(parts: Sequence[Tokens]) -> Tokens:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One claim, measured. `ours[i]` and `peer[i]` were taken one right after the other.
+    """One claim, measured. `ours[i]` and `peer[i]`, if there is a peer, were taken one right after the other.
 
     Attributes:
         claim: what is measured.
@@ -79,18 +79,22 @@ class Measurement:
         lower_is_better: of the figures.
         least_ratio: the goal, if it is that we are so many times as good as the peer.
         most_added: the goal, if it is that we cost no more than so much on top of the peer, in `unit`.
+        most: the goal, if it is that we come to no more than so much by ourselves, in `unit`.
         tokens: whether both sides drew the same. If not, the figures say nothing and are not shown.
+        series: for plots, numbers by name.
     """
 
     claim: str
     unit: str
     ours: tuple[float, ...]
-    peer: tuple[float, ...]
-    peer_name: str
+    peer: tuple[float, ...] = ()
+    peer_name: str = "–"
     lower_is_better: bool = False
     least_ratio: float | None = None
     most_added: float | None = None
+    most: float | None = None
     tokens: Tokens = NO_TOKENS
+    series: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def valid(self) -> bool:
@@ -99,13 +103,13 @@ class Measurement:
     @property
     def ratios(self) -> tuple[float, ...]:
         """How many times as good as the peer, round by round: above 1 is better."""
-        pairs = zip(self.ours, self.peer, strict=True)
+        pairs = zip(self.ours, self.peer, strict=True) if self.peer else ()
         return tuple(b / a if self.lower_is_better else a / b for a, b in pairs)
 
     @property
-    def ratio(self) -> float:
+    def ratio(self) -> float | None:
         """Of a typical round: what slows a noisy machine down meets both sides of a round."""
-        return median(self.ratios)
+        return median(self.ratios) if self.peer else None
 
     @property
     def added(self) -> tuple[float, ...]:
@@ -115,6 +119,8 @@ class Measurement:
     def goal(self) -> str:
         if self.most_added is not None:
             return f"≤ +{self.most_added:g} {self.unit}"
+        if self.most is not None:
+            return f"≤ {self.most:g} {self.unit}"
         return "–" if self.least_ratio is None else f"≥ {self.least_ratio:g}×"
 
     @property
@@ -124,4 +130,8 @@ class Measurement:
             return None
         if self.most_added is not None:
             return median(self.added) <= self.most_added
-        return None if self.least_ratio is None else self.ratio >= self.least_ratio
+        if self.most is not None:
+            return median(self.ours) <= self.most
+        if self.least_ratio is None or self.ratio is None:
+            return None
+        return self.ratio >= self.least_ratio

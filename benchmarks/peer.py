@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
+from benchmarks.streams import Drawn
+
 from stateroom.daemon.blas import find_blas, preloaded
 
 ANSWER_S = 300.0  # no single piece of work takes so long
@@ -29,12 +31,14 @@ class Run:
     Attributes:
         first_s: from the question to the first token.
         decode_s: what `steps` forward passes of one token took.
+        prefill_s: from the question until all but its last token were computed.
     """
 
     tokens: list[int]
     first_s: float
     decode_s: float
     steps: int
+    prefill_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -52,7 +56,7 @@ class Peer:
         """`mlx_lm.stream_generate`; `switched`: with BLAS threads as our engine sets them."""
         answer = self.ask("generate", prompt=prompt, max_tokens=max_tokens, switched=switched)
         tokens, times = answer["tokens"], answer["times"]
-        return Run(tokens, times[0], times[-1] - times[0], len(tokens) - 1)
+        return Run(tokens, times[0], times[-1] - times[0], len(tokens) - 1, answer["prefill_s"])
 
     def batch(
         self, prompts: list[list[int]], max_tokens: int, stagger: int, switched: bool = False
@@ -63,6 +67,24 @@ class Peer:
         """
         answer = self.ask("batch", prompts=prompts, max_tokens=max_tokens, stagger=stagger, switched=switched)
         return answer["tokens"], answer["seconds"]
+
+    def forks(
+        self, prompt: list[int], count: int, max_tokens: int, switched: bool = False
+    ) -> tuple[Drawn, int]:
+        """`BatchGenerator` over so many copies of the prompt's cache, which is made before and kept.
+
+        Returns what was drawn, and the bytes of the batch's cache at the last token.
+        """
+        answer = self.ask("forks", prompt=prompt, count=count, max_tokens=max_tokens, switched=switched)
+        return Drawn(answer["tokens"], answer["times"]), answer["bytes"]
+
+    def export(self, folder: Path) -> None:
+        """Writes the model as a directory that mlx-lm loads."""
+        self.ask("export", folder=str(folder))
+
+    def short_of_best(self, tokens: list[int], token: int) -> float:
+        """By how much the likeliest token's logit after `tokens` exceeds that of `token`."""
+        return float(self.ask("short_of_best", tokens=tokens, token=token)["gap"])
 
     def gap(self, tokens: list[int], theirs: int, ours: int) -> float:
         """Logit of `theirs` less that of `ours` after `tokens`."""

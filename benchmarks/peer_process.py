@@ -15,8 +15,10 @@ from typing import Any
 
 import mlx.core as mx
 from benchmarks import step
+from benchmarks.export import write_folder
 from mlx_lm import stream_generate
 from mlx_lm.generate import BatchGenerator, PromptProcessingBatch, generation_stream
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
@@ -25,6 +27,8 @@ from stateroom.daemon.engine.model import LoadedModel, load
 from stateroom.daemon.engine.text import Tokenizer
 
 Answer = dict[str, Any]
+PREFILL_STEP = 2048  # tokens; mlx-lm's own
+PREFILL_ROWS = 8  # of `BatchGenerator`, unless more come at once
 
 
 class Endless(TokenizerWrapper):  # type: ignore[misc]
@@ -68,6 +72,9 @@ class Threads:
     def __init__(self) -> None:
         self.blas = BlasThreads.find()
         self.switched = False
+        self.prefilled_at = (
+            0.0  # when the last prompt of `stream_generate` was computed but for its last token
+        )
         plain = PromptProcessingBatch.prompt
 
         def prompt(batch: PromptProcessingBatch, tokens: list[list[int]]) -> None:
@@ -94,6 +101,7 @@ class Threads:
     def progress(self, done: int, total: int) -> None:
         """Of `stream_generate`: all but the last token is prefill."""
         if done == total - 1:
+            self.prefilled_at = time.perf_counter()
             self.decode()
 
 
@@ -101,10 +109,12 @@ class Works:
     """What the process can be asked for."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self.loaded = load(str(path))
         self.model = self.loaded.model
         self.tokenizer = tokenizer_of(path, self.loaded)
         self.threads = Threads()
+        self.kept: tuple[list[int], list[Any]] = ([], [])  # tokens, and the cache that holds them
 
     def generate(self, prompt: list[int], max_tokens: int, switched: bool) -> Answer:
         tokens, times = [], []
@@ -116,7 +126,7 @@ class Works:
             times.append(time.perf_counter() - begin)
             tokens.append(response.token)
         mx.synchronize(generation_stream)  # it has begun one step more than was asked for
-        return {"tokens": tokens, "times": times}
+        return {"tokens": tokens, "times": times, "prefill_s": max(0.0, self.threads.prefilled_at - begin)}
 
     def batch(self, prompts: list[list[int]], max_tokens: int, stagger: int, switched: bool) -> Answer:
         tokens: list[list[int]] = [[] for _ in prompts]
@@ -133,6 +143,46 @@ class Works:
         seconds = time.perf_counter() - begin
         generator.close()
         return {"tokens": tokens, "seconds": seconds}
+
+    def forks(self, prompt: list[int], count: int, max_tokens: int, switched: bool) -> Answer:
+        cache = self._resident(prompt[:-1])
+        tokens: list[list[int]] = [[] for _ in range(count)]
+        times: list[list[float]] = [[] for _ in range(count)]
+        self.threads.begin(switched)
+        begin = time.perf_counter()
+        # One token more than is read: what the generator does at an end doesn't count.
+        generator = BatchGenerator(
+            self.model, max_tokens=max_tokens + 1, prefill_batch_size=max(PREFILL_ROWS, count)
+        )
+        generator.insert([prompt[-1:]] * count, caches=[cache] * count)  # merging copies it into each row
+        while len(tokens[-1]) < max_tokens:
+            for response in generator.next()[1]:
+                tokens[response.uid].append(response.token)
+                times[response.uid].append(time.perf_counter() - begin)
+        nbytes = generator.prompt_cache_nbytes
+        mx.synchronize(generation_stream)
+        generator.close()
+        return {"tokens": tokens, "times": times, "bytes": nbytes}
+
+    def _resident(self, tokens: list[int]) -> list[Any]:
+        """mlx-lm's cache of these tokens; the last one is kept, and goes on where it is their beginning."""
+        held, cache = self.kept
+        if not cache or held != tokens[: len(held)]:
+            held, cache = [], make_prompt_cache(self.model)
+        self.threads.begin(switched=False)
+        for start in range(len(held), len(tokens), PREFILL_STEP):
+            self.model(mx.array([tokens[start : start + PREFILL_STEP]]), cache=cache)
+            mx.eval([layer.state for layer in cache])
+        self.kept = (tokens, cache)
+        return cache
+
+    def export(self, folder: str) -> Answer:
+        write_folder(self.loaded, self.path, Path(folder))
+        return {}
+
+    def short_of_best(self, tokens: list[int], token: int) -> Answer:
+        logits = self.model(mx.array([tokens]))[0, -1].astype(mx.float32)
+        return {"gap": (logits.max() - logits[token]).item()}
 
     def gap(self, tokens: list[int], theirs: int, ours: int) -> Answer:
         logits = self.model(mx.array([tokens]))[0, -1].astype(mx.float32)

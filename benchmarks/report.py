@@ -58,10 +58,15 @@ def _row(measurement: Measurement) -> list[str]:
     if not measurement.valid:
         return [measurement.claim, "", "", measurement.peer_name, "", "", agreement, measurement.goal, "–"]
     met = {True: "yes", False: "no", None: "–"}[measurement.met]
-    ratio, spread = f"{measurement.ratio:.3f}×", _spread(measurement.ratios, ".2f")
     if measurement.most_added is not None:
-        ratio, spread = f"{median(measurement.added):+.3f} ms", _spread(measurement.added, "+.2f")
-    figures = [f"{_short(median(side))} {measurement.unit}" for side in (measurement.ours, measurement.peer)]
+        ratio = f"{median(measurement.added):+.3f} {measurement.unit}"
+        spread = _spread(measurement.added, "+.2f")
+    elif measurement.ratio is not None:
+        ratio, spread = f"{measurement.ratio:.3f}×", _spread(measurement.ratios, ".2f")
+    else:
+        ratio, spread = "–", _spread(measurement.ours, ".3g")
+    sides = (measurement.ours, measurement.peer)
+    figures = [f"{_short(median(side))} {measurement.unit}" if side else "–" for side in sides]
     return [
         measurement.claim,
         *figures,
@@ -91,7 +96,8 @@ def save(path: Path, about: dict[str, str], measurements: Sequence[Measurement])
         plain["tokens"] = {"equal": measurement.tokens.agreement.value, "notes": measurement.tokens.notes}
         if not measurement.valid:
             plain["ours"] = plain["peer"] = []
-        else:
+            plain["series"] = {}
+        elif measurement.ratio is not None:
             plain["ratio"] = round(measurement.ratio, 4)
         figures.append(plain | {"goal": measurement.goal, "met": measurement.met})
     day = datetime.now(UTC).date().isoformat()

@@ -27,7 +27,7 @@ from stateroom.daemon.commands.model import fetch_demo
 START_S = 120.0  # for the daemon to answer and its model to load
 STOP_S = 10.0
 ROOT = Path(__file__).parent.parent
-TEXT = ROOT / "LICENSE"  # prose of 2,400 tokens that never changes
+TEXT = ROOT / "LICENSE"  # prose of 2,400 tokens that never changes; longer prompts repeat it
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,7 @@ class Sides:
         if self.model.layers is not None:
             return [(7 * (start + i) ** 2 + 13 * (start + i) + 5) % self.model.vocab for i in range(tokens)]
         text = self.peer.encode(TEXT.read_text(encoding="utf-8"))
-        cut = text[start : start + tokens]
-        assert len(cut) == tokens, f"the text has only {len(text)} tokens"
-        return cut
+        return (text * ((start + tokens) // len(text) + 1))[start : start + tokens]
 
 
 class Rig:
@@ -71,11 +69,12 @@ class Rig:
 
     Attributes:
         quick: a toy instead of the demo model, few tokens and rounds: to see that the scripts work.
+        scratch: a folder for files, which goes at the end.
     """
 
     def __init__(self, quick: bool = False) -> None:
         self.quick = quick
-        self._folder = Path(tempfile.mkdtemp(prefix="sr-bench-", dir="/tmp"))  # socket paths are limited
+        self.scratch = Path(tempfile.mkdtemp(prefix="sr-bench-", dir="/tmp"))  # socket paths are limited
         self._sides: Sides | None = None
         self._open = ExitStack()
 
@@ -96,13 +95,23 @@ class Rig:
         """Only the peer's process, for claims that need no daemon."""
         return Peer(self.path(self.chosen(model)))
 
+    def folder(self, model: Model) -> Path:
+        """The model as a directory that mlx-lm's own programs load."""
+        model = self.chosen(model)
+        if model.layers is not None:
+            return self.path(model)
+        folder = self.scratch / "exported"
+        if not folder.exists():
+            self.sides(model).peer.export(folder)
+        return folder
+
     def chosen(self, model: Model) -> Model:
         return TOY if self.quick and model == DEMO else model
 
     def path(self, model: Model) -> Path:
         if model.layers is None:
             return fetch_demo().path
-        path = self._folder / f"toy-{model.layers}-{model.width}-{model.vocab}"
+        path = self.scratch / f"toy-{model.layers}-{model.width}-{model.vocab}"
         if not path.exists():
             from tests.tiny import write_tiny_model  # brings in mlx
 
@@ -118,7 +127,7 @@ class Rig:
 
     @contextmanager
     def _daemon(self, model: Path) -> Iterator[Room]:
-        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        folder = Path(tempfile.mkdtemp(dir=self.scratch))
         kept = {name: value for name, value in os.environ.items() if name != "STATEROOM_ENDPOINT"}
         own = {"STATEROOM_RUNTIME_DIR": str(folder / "run"), "STATEROOM_HOME": str(folder / "home")}
         command = [sys.executable, "-m", "stateroom.daemon.cli", "serve", "--model", str(model)]
@@ -153,7 +162,7 @@ class Rig:
         try:
             self._open.close()
         finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 def _wait_until_loaded(room: Room, process: subprocess.Popen[bytes]) -> None:

@@ -17,8 +17,22 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from benchmarks import report
-from benchmarks.claims import cache_step, company, edit, kv_quality, overhead, round_trip, single
+from benchmarks import plots, report
+from benchmarks.claims import (
+    cache_step,
+    company,
+    edit,
+    fork,
+    forks,
+    gap,
+    idle,
+    kv_quality,
+    overhead,
+    round_trip,
+    single,
+    speculation,
+    sync,
+)
 from benchmarks.machine import machine
 from benchmarks.measurement import Measurement
 from benchmarks.rig import TOY, Rig
@@ -26,7 +40,13 @@ from benchmarks.rig import TOY, Rig
 CLAIMS: dict[str, Callable[[Rig], list[Measurement]]] = {
     "single": single.run,
     "company": company.run,
+    "forks": forks.run,
     "edit": edit.run,
+    "sync": sync.run,
+    "gap": gap.run,
+    "speculation": speculation.run,
+    "idle": idle.run,
+    "fork": fork.run,
     "cache-step": cache_step.run,
     "overhead": overhead.run,
     "round-trip": round_trip.run,
@@ -41,7 +61,9 @@ app = typer.Typer(add_completion=False)
 def main(
     only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CLAIMS)}; may be repeated.")] = None,
     quick: Annotated[bool, typer.Option(help="Toys and single rounds: the figures mean nothing.")] = False,
-    save: Annotated[bool, typer.Option(help="Write each claim's figures to benchmarks/results.")] = False,
+    save: Annotated[
+        bool, typer.Option(help="Write the figures to benchmarks/results, and the plots.")
+    ] = False,
 ) -> None:
     """Measures what the README claims."""
     wrong = set(only or ()) - set(CLAIMS)
@@ -61,6 +83,8 @@ def main(
                 report.save(RESULTS / f"{name}.json", about, measurements)
             found += measurements
     report.table(found)
+    if save and not quick:
+        plots.draw()
     raise typer.Exit(0 if all(measurement.valid for measurement in found) else 1)
 
 
