@@ -23,7 +23,7 @@ from stateroom.client.errors import Internal, StateroomError
 from stateroom.client.limits import BATCH_MAX
 from stateroom.client.protocol import Body, KindCaps, LengthResult, Receipt
 from stateroom.daemon.engine.blas_threads import BlasThreads
-from stateroom.daemon.engine.cpu_linear import use_pieces
+from stateroom.daemon.engine.cpu_forms import use_forms
 from stateroom.daemon.engine.decoding import Decoding
 from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.filling import Filling, Work
@@ -85,7 +85,7 @@ class Engine:
         """
         attention.install(self.loaded.model)
         if mx.default_device().type == mx.DeviceType.cpu:
-            use_pieces(self.loaded.model)
+            use_forms(self.loaded.model)
         try:
             if not pieces_agree(self.loaded.model):
                 raise ModelError(
