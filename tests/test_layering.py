@@ -49,7 +49,8 @@ LAYERS = (
 MLX = re.compile(r"mlx|mlx_lm|mlx_metal")
 MAY_IMPORT_MLX = re.compile(r"kernels/.*|caches/(?!(layout|reach)\.py).*|daemon/engine/.*")
 MAY_IMPORT_ZMQ = re.compile(
-    r"client/(blocking|asynchronous)\.py|daemon/(broker|serve|sockets|supervisor)\.py|daemon/engine/worker\.py"
+    r"client/(blocking|asynchronous)\.py|daemon/(broker|serve|sockets|supervisor)\.py"
+    r"|daemon/engine/(worker|profile)\.py"
 )
 
 

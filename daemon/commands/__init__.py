@@ -13,6 +13,7 @@ from io import TextIOWrapper
 import typer
 
 from stateroom.client.errors import ClientError, StateroomError
+from stateroom.daemon.commands.bench import bench
 from stateroom.daemon.commands.chat import chat
 from stateroom.daemon.commands.demo import demo
 from stateroom.daemon.commands.doctor import doctor
@@ -34,7 +35,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, stop, demo, generate, chat, ps, stats, doctor, version):
+for command in (serve, stop, demo, generate, chat, ps, stats, doctor, bench, version):
     app.command()(command)
 app.add_typer(model, name="model")
 
