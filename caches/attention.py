@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 
 from stateroom.caches.layers.attention_layer import AttentionLayer
+from stateroom.caches.layers.group_layer import GroupLayer
 
 NAME = "scaled_dot_product_attention"
 original = base.scaled_dot_product_attention
@@ -30,7 +31,7 @@ def scaled_dot_product_attention(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-lm's function of this name: queries [B, H, N, D], keys and values [B, Hkv, S, D] → [B, H, N, D]."""
-    if isinstance(cache, AttentionLayer):
+    if isinstance(cache, AttentionLayer | GroupLayer):
         return cache.attend(queries, keys, values, scale, mask, sinks)
     attended: mx.array = original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
     return attended

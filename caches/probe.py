@@ -13,6 +13,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from stateroom.caches.codecs.codec import Codec
+from stateroom.caches.group import Group
 from stateroom.caches.session import SessionCache
 
 PROMPTS = (tuple(range(1, 25)), (5, 2))
@@ -44,6 +45,26 @@ def rows_agree(model: Any) -> bool:
         return False
     off = _off(model, SessionCache.merge_rows(alone), alone)
     return off is not None and off <= TOLERANCE
+
+
+def groups_agree(model: Any) -> bool:
+    """Two sessions answer in one pass as they do alone, each stored apart; in a step and in a piece."""
+    alone = [SessionCache.create(model) for _ in PROMPTS]
+    for session, prompt in zip(alone, PROMPTS, strict=True):
+        session.forward(model, mx.array([prompt]))
+        mx.eval(session.arrays())
+    group = Group([session.fork() for session in alone])
+    for tokens in ([[token] for token in NEXT], [PROMPTS[0][:3], PROMPTS[0][3:6]]):
+        try:
+            together = group.forward(model, mx.array(tokens)).astype(mx.float32)
+            mx.eval(together)
+        except (TypeError, ValueError, IndexError):  # of positions, as in `_off`
+            return False
+        for got, session, fed in zip(together, alone, tokens, strict=True):
+            want = session.forward(model, mx.array([fed]))[0].astype(mx.float32)
+            if not group.apart or _apart(got, want) > PADDING_MIN:
+                return False
+    return True
 
 
 def prompts_agree(model: Any) -> bool:

@@ -162,21 +162,38 @@ class SessionCache:
 
     def _fed(self, model: Model, inputs: mx.array) -> mx.array:
         tokens = inputs.shape[1]
+        self.begin(tokens)
+        try:
+            logits = model(inputs, cache=self.layers)
+        except BaseException:
+            self.rollback()
+            raise
+        self.commit(tokens)
+        return logits
+
+    def begin(self, tokens: int) -> None:
+        """Opens a forward of so many tokens a row, in all layers or none; see `Group` for why by itself."""
         position = self._position()
         opened: list[Store] = []
         try:
             for store in self.stores:
                 store.begin(tokens, position)
                 opened.append(store)
-            logits = model(inputs, cache=self.layers)
         except BaseException:
             for store in opened:
                 store.rollback()
             raise
+
+    def commit(self, tokens: int) -> None:
+        """Ends it: every row holds the tokens."""
         for store in self.stores:
             store.commit()
-        self._offsets = tuple(offset + tokens for offset in self._offsets)
-        return logits
+        self.advanced(tokens)
+
+    def rollback(self) -> None:
+        """Ends it: every row is as it was."""
+        for store in self.stores:
+            store.rollback()
 
     def advanced(self, tokens: int) -> None:
         """Every store has taken so many tokens a row, outside of `forward`."""
@@ -217,7 +234,7 @@ class SessionCache:
             store.recoded(self.blueprint.attention[store.reach]) if isinstance(store, PackedRows) else store
             for store in self.stores
         ]
-        self._unquantised = kept if any(store.in_round for store in self.stores) else None
+        self._unquantised = kept if self.in_round else None
         self._dense = None
         self._hold(stores)
 
@@ -402,6 +419,17 @@ class SessionCache:
         made.blueprint, made._dense = self.blueprint, self._dense
         return made
 
+    def sharing(self) -> SessionCache:
+        """The same rows, an open round and all, over the same arrays; who appends first pays for a copy."""
+        made = self.holding([store.sharing() for store in self.stores], self._offsets)
+        made._unquantised = self._unquantised
+        return made
+
+    def put_back(self, was: SessionCache) -> None:
+        """Goes back to what `sharing` gave of these rows."""
+        self._dense, self._unquantised, self._offsets = was._dense, was._unquantised, was._offsets
+        self._hold(was.stores)
+
     def _stage(self, change: Callable[[Store], None]) -> None:
         """Changes all stores or, when one of them fails, none."""
         changed = [store.sharing() for store in self.stores]
@@ -436,8 +464,13 @@ class SessionCache:
             store.spec_round_rollback(keep)
         self._restore((dense, changed, after))
 
+    @property
+    def in_round(self) -> bool:
+        """A speculative round is open."""
+        return any(store.in_round for store in self.stores)
+
     def _refuse_in_round(self) -> None:
-        if any(store.in_round for store in self.stores):
+        if self.in_round:
             raise RuntimeError("a speculative round is open: commit it or roll it back")
 
     def prepare_prefill(self, lengths: Sequence[int], probed: bool = False) -> None:

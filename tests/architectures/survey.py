@@ -31,14 +31,15 @@ from tests.architectures.law import (
 
 from stateroom.caches.codecs.scheme import CannotQuantise, Name, Scheme
 from stateroom.caches.errors import CannotTrim, Mismatch, UnknownKind
-from stateroom.caches.probe import branches_agree, prompts_agree
+from stateroom.caches.group import Group
+from stateroom.caches.probe import branches_agree, groups_agree, prompts_agree
 from stateroom.caches.session import SessionCache
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 OPENS, CLOSES = "<!-- table: python -m tests.architectures.survey -->", "<!-- end of table -->"
 EVERY = sorted([*NAMES, *NOT_BUILT], key=str.lower)
 SCHEMES: tuple[Name, ...] = ("affine8", "affine4", "turbo")
-COLUMNS = ("architecture", "layers", "chunks", "batch", "ragged prefill", "trim", "fork", *SCHEMES)
+COLUMNS = ("architecture", "layers", "chunks", "batch", "apart", "ragged prefill", "trim", "fork", *SCHEMES)
 LENGTH = 25  # wraps a window three times
 SHORT = WINDOW - 3
 LONG = 100  # windows have forgotten most of it
@@ -108,6 +109,34 @@ def batch(architecture: str) -> str:
     hold(rows.feed([random_tokens(random, 1) for _ in rows.tokens]))
     hold(rows.extract(1).feed([random_tokens(random, 2)]))
     return "works"
+
+
+def apart(architecture: str) -> str:
+    """Rows of different lengths, stored apart: in steps and pieces, then fewer of them, then packed."""
+    model = model_of(architecture)
+    if not groups_agree(model):
+        return "refused: only in one store"
+    random = np.random.default_rng(7)
+    tokens = [random_tokens(random, n) for n in (SHORT, LENGTH, LONG)]
+    group = Group([Rows.start(model, row).cache for row in tokens])
+
+    def feed(n: int) -> None:
+        new = [random_tokens(random, n) for _ in tokens]
+        logits = group.forward(model, mx.array(new))
+        mx.eval(logits, group.arrays())
+        for row, more, got in zip(tokens, new, logits, strict=True):
+            row.extend(more)
+            hold(distance(np.array(got), fresh_logits(model, row)[-n:]))
+
+    for n in (1, 3, WINDOW + 3, 1):
+        feed(n)
+    group.remove([0])
+    del tokens[0]
+    feed(2)
+    if rows_may_share(architecture):
+        group.pack([0, 1])
+        feed(1)
+    return "works" if group.apart else "works, for some lengths one by one"
 
 
 def ragged_prefill(architecture: str) -> str:
@@ -205,6 +234,7 @@ CHECKS: dict[str, Callable[[str], str]] = {
     "layers": layers,
     "chunks": chunks,
     "batch": batch,
+    "apart": apart,
     "ragged prefill": ragged_prefill,
     "trim": trim,
     "fork": fork,
