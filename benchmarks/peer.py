@@ -68,14 +68,12 @@ class Peer:
         answer = self.ask("batch", prompts=prompts, max_tokens=max_tokens, stagger=stagger, switched=switched)
         return answer["tokens"], answer["seconds"]
 
-    def forks(
-        self, prompt: list[int], count: int, max_tokens: int, switched: bool = False
-    ) -> tuple[Drawn, int]:
+    def forks(self, prompt: list[int], count: int, max_tokens: int) -> tuple[Drawn, int]:
         """`BatchGenerator` over so many copies of the prompt's cache, which is made before and kept.
 
         Returns what was drawn, and the bytes of the batch's cache at the last token.
         """
-        answer = self.ask("forks", prompt=prompt, count=count, max_tokens=max_tokens, switched=switched)
+        answer = self.ask("forks", prompt=prompt, count=count, max_tokens=max_tokens)
         return Drawn(answer["tokens"], answer["times"]), answer["bytes"]
 
     def export(self, folder: Path) -> None:

@@ -144,11 +144,11 @@ class Works:
         generator.close()
         return {"tokens": tokens, "seconds": seconds}
 
-    def forks(self, prompt: list[int], count: int, max_tokens: int, switched: bool) -> Answer:
+    def forks(self, prompt: list[int], count: int, max_tokens: int) -> Answer:
         cache = self._resident(prompt[:-1])
         tokens: list[list[int]] = [[] for _ in range(count)]
         times: list[list[float]] = [[] for _ in range(count)]
-        self.threads.begin(switched)
+        self.threads.begin(switched=False)
         begin = time.perf_counter()
         # One token more than is read: what the generator does at an end doesn't count.
         generator = BatchGenerator(

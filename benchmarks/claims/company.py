@@ -10,11 +10,11 @@ from benchmarks.measurement import Measurement, Tokens, compare, together
 from benchmarks.rig import DEMO, Rig, Sides
 
 ROUNDS = 2
-LENGTHS = (400, 100, 700, 250, 550, 150, 600, 300)  # tokens of the prompts
+LENGTHS = (500, 100, 1000, 250, 800, 150, 900, 350)  # tokens of the prompts
 TOKENS = 48  # drawn by each
 STAGGER = 4  # session i comes when the first has drawn i times so many
 JOIN_S = 300.0
-LEAST = 1.0
+LEAST = 1.3
 
 
 def run(rig: Rig) -> list[Measurement]:

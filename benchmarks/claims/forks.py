@@ -25,6 +25,7 @@ SERIES = (1, 2, 4, 16)  # numbers of forks for the plot, besides FORKS
 SERIES_TOKENS = 24  # drawn there, and by the forks of the long session
 CALLS = 5  # of fork over the socket, of which the median counts
 LEAST_SHORT, LEAST_LONG, LEAST_SOONER, LEAST_SMALLER = 3.0, 5.0, 5.0, 6.0
+PEER = "BatchGenerator, copies"
 MIB = 2**20
 
 
@@ -36,25 +37,25 @@ def run(rig: Rig) -> list[Measurement]:
     prompt = sides.prompt(long)
     with sides.room.open(tokens=prompt[:short]) as session:
         main = Rounds(sides, session, prompt[:short], FORKS)
-        for i in range(rig.rounds(ROUNDS)):
-            main.add(tokens, switched_too=i == 0)
-        made = [*main.speeds(LEAST_SHORT), main.sooner(), main.smaller(tokens)]
+        for _ in range(rig.rounds(ROUNDS)):
+            main.add(tokens)
+        made = [main.speed(LEAST_SHORT), main.sooner(), main.smaller(tokens)]
         for count in SERIES:
             rounds = Rounds(sides, session, prompt[:short], count)
             rounds.add(few)
-            made += rounds.speeds()
+            made.append(rounds.speed())
         session.prefill(tokens=prompt[short:middle])
         made.append(_over_the_socket(session))
         session.prefill(tokens=prompt[middle:])
         rounds = Rounds(sides, session, prompt, FORKS)
         rounds.add(few)
-        made += rounds.speeds(LEAST_LONG)
+        made.append(rounds.speed(LEAST_LONG))
     return made
 
 
 @dataclass
 class Rounds:
-    """Rounds of so many forks: ours, then the peer, once also with its threads switched as ours are."""
+    """Rounds of so many forks: ours, then the peer."""
 
     sides: Sides
     session: Session
@@ -62,9 +63,10 @@ class Rounds:
     count: int
     ours: list[Drawn] = field(default_factory=list)
     bytes: list[int] = field(default_factory=list)
-    peer: dict[bool, list[tuple[Drawn, int]]] = field(default_factory=lambda: {False: [], True: []})
+    peer: list[Drawn] = field(default_factory=list)
+    peer_bytes: list[int] = field(default_factory=list)
 
-    def add(self, tokens: int, switched_too: bool = False) -> None:
+    def add(self, tokens: int) -> None:
         begin = time.perf_counter()
         children = self.session.fork(self.count)
         self.ours.append(draw(children, tokens, begin))
@@ -72,36 +74,33 @@ class Rounds:
         self.bytes.append(sum(i.private_bytes for i in infos) + max(i.shared_bytes for i in infos))
         for child in children:
             child.close()
-        for switched in self.sides.peer.ways()[: None if switched_too else 1]:
-            self.peer[switched].append(self.sides.peer.forks(self.prompt, self.count, tokens, switched))
+        theirs, nbytes = self.sides.peer.forks(self.prompt, self.count, tokens)
+        self.peer.append(theirs)
+        self.peer_bytes.append(nbytes)
 
-    def speeds(self, least: float | None = None) -> list[Measurement]:
-        """While all draw, against each way of the peer that was run."""
-        return [
-            Measurement(
-                claim=f"{self._forks} of {len(self.prompt):,} tokens, {self.sides.model.name}",
-                unit="tokens/s",
-                ours=tuple(drawn.tokens_per_s for drawn in self.ours[: len(runs)]),
-                peer=tuple(drawn.tokens_per_s for drawn, _ in runs),
-                peer_name=f"BatchGenerator, copies{', threads switched' if switched else ''}",
-                least_ratio=None if switched else least,
-                tokens=self._agreement(switched),
-                series={"forks": (self.count,), "length": (len(self.prompt),)},
-            )
-            for switched, runs in self.peer.items()
-            if runs
-        ]
+    def speed(self, least: float | None = None) -> Measurement:
+        """While all draw."""
+        return Measurement(
+            claim=f"{self._forks} of {len(self.prompt):,} tokens, {self.sides.model.name}",
+            unit="tokens/s",
+            ours=tuple(drawn.tokens_per_s for drawn in self.ours),
+            peer=tuple(drawn.tokens_per_s for drawn in self.peer),
+            peer_name=PEER,
+            least_ratio=least,
+            tokens=self._agreement(),
+            series={"forks": (self.count,), "length": (len(self.prompt),)},
+        )
 
     def sooner(self) -> Measurement:
         return Measurement(
             claim=f"until all {self._forks} decode, of {len(self.prompt):,} tokens",
             unit="s",
             ours=tuple(drawn.all_s for drawn in self.ours),
-            peer=tuple(drawn.all_s for drawn, _ in self.peer[False]),
-            peer_name="BatchGenerator, copies",
+            peer=tuple(drawn.all_s for drawn in self.peer),
+            peer_name=PEER,
             lower_is_better=True,
             least_ratio=LEAST_SOONER,
-            tokens=self._agreement(False),
+            tokens=self._agreement(),
         )
 
     def smaller(self, tokens: int) -> Measurement:
@@ -109,8 +108,8 @@ class Rounds:
             claim=f"KV of {self._forks} of {len(self.prompt):,}, after {tokens} tokens each",
             unit="MiB",
             ours=tuple(nbytes / MIB for nbytes in self.bytes),
-            peer=tuple(nbytes / MIB for _, nbytes in self.peer[False]),
-            peer_name="BatchGenerator, copies",
+            peer=tuple(nbytes / MIB for nbytes in self.peer_bytes),
+            peer_name=PEER,
             lower_is_better=True,
             least_ratio=LEAST_SMALLER,
         )
@@ -119,13 +118,8 @@ class Rounds:
     def _forks(self) -> str:
         return "1 fork" if self.count == 1 else f"{self.count} forks"
 
-    def _agreement(self, switched: bool) -> Tokens:
-        return together(
-            [
-                self._compare(ours, theirs)
-                for ours, (theirs, _) in zip(self.ours, self.peer[switched], strict=False)
-            ]
-        )
+    def _agreement(self) -> Tokens:
+        return together(list(map(self._compare, self.ours, self.peer)))
 
     def _compare(self, ours: Drawn, theirs: Drawn) -> Tokens:
         def gap(sequence: int, place: int) -> float:

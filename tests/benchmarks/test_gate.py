@@ -74,12 +74,3 @@ def test_the_run(tokens: Tokens, code: int, shown: bool, monkeypatch: pytest.Mon
         result = CliRunner().invoke(run.app, ["--only", "slow"])
     assert result.exit_code == code, result.output
     assert ("77.2" in captured.get()) is shown
-
-
-@pytest.mark.system
-def test_a_claim_runs() -> None:
-    """A daemon, a peer's process and an echo, on a toy."""
-    with report.console.capture() as captured:
-        result = CliRunner().invoke(run.app, ["--quick", "--only", "overhead", "--only", "round-trip"])
-    assert result.exit_code == 0, result.output
-    assert "added to a token" in captured.get()
