@@ -7,18 +7,13 @@ import itertools
 
 import mlx.core as mx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.engine.harness import Bench
 from tests.tiny import WINDOW, make_tiny_model
 
 from stateroom.client import protocol as p
 from stateroom.daemon.engine.model import LoadedModel
-from stateroom.daemon.scheduler.pace import QUANTUM_MAX, QUANTUM_MIN, Pace
 
 ARCHITECTURES = ["llama", "qwen3", "gemma3_text", "lfm2", "falcon_h1", "mamba"]
-EXPERT_ROWS_MAX = 32_768  # above it, rows of a quantised expert product came out wrong on Metal
-EXPERTS_MOST = 32  # that a token is sent to, in any model served
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -88,23 +83,6 @@ def test_the_length_of_a_neighbour_moves_a_row_by_rounding_only(family: LoadedMo
     for one, other in zip(*seen, strict=True):
         assert one.token == other.token
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-
-
-@given(
-    cost=st.none() | st.floats(1e-6, 1e6),
-    step=st.none() | st.floats(1e-6, 1e6),
-    gap=st.none() | st.floats(0.0, 1e6),
-    remaining=st.integers(1, 1_000_000),
-    streams=st.booleans(),
-)
-def test_a_quantum_is_bounded_and_aligned(
-    cost: float | None, step: float | None, gap: float | None, remaining: int, streams: bool
-) -> None:
-    """B04: whatever was measured, a pass is far below the row count that quantised experts got wrong."""
-    size = Pace(gap_ms=gap, ms_per_token=cost, step_ms=step).quantum(remaining, streams=streams)
-    assert min(remaining, QUANTUM_MIN) <= size <= min(remaining, QUANTUM_MAX)
-    assert size == remaining or size % QUANTUM_MIN == 0
-    assert size * EXPERTS_MOST < EXPERT_ROWS_MAX
 
 
 def test_memory_returns_when_sessions_go() -> None:
