@@ -2,7 +2,7 @@
 
 Measured with OpenBLAS on x86 (CPU time of one layer, 8 rows of 1,024 tokens, 9 heads on 3): a product of
 few query heads with many keys is fast while its result is small, so longer ones go in blocks; mlx's exp
-takes 12 ns an element and its power 4.4, so weights are powers of two.
+takes 12 ns an element and its power 4.4, so weights are powers of two (`weights.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 
 import mlx.core as mx
+
+from stateroom.kernels.weights import weighed
 
 LOG2_E = math.log2(math.e)
 BLOCK = 256  # keys per product
@@ -63,6 +65,5 @@ def product_with_keys(folded: mx.array, keys: mx.array) -> mx.array:
 
 def _weighted(scores: mx.array, values: mx.array) -> mx.array:
     """The mean of values with weights 2^scores, in float32."""
-    scores = scores.astype(mx.float32)
-    weights = mx.power(2.0, scores - scores.max(axis=-1, keepdims=True))
-    return (weights @ values) / weights.sum(axis=-1, keepdims=True)
+    weights, total, _ = weighed(scores.astype(mx.float32))
+    return (weights @ values) / total

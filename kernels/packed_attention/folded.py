@@ -12,6 +12,7 @@ from stateroom.kernels.decode_attention import LOG2_E, product_with_keys
 from stateroom.kernels.join_segments.reference import Attended
 from stateroom.kernels.planes import Affine, Plane, arrays, columns, like, silenced
 from stateroom.kernels.spans import Spans
+from stateroom.kernels.weights import plainly_weighed, weighed
 
 # How affine planes are multiplied: "folded" unpacks them, for CPUs; "quantised" is mlx's own product.
 Products = Literal["folded", "quantised"]
@@ -118,9 +119,7 @@ def _attend_at_once(
         grouped = scores.reshape(rows, kv_heads, -1, count, stored)
         hidden = _causal(grouped) if mask is None else mx.where(mask[:, :, None], grouped, LOWEST)
         scores = hidden.reshape(scores.shape)
-    most = scores.max(axis=-1, keepdims=True)
-    weights = mx.power(2.0, scores - most)
-    total = weights.sum(axis=-1, keepdims=True)
+    weights, total, most = (weighed if products == "folded" else plainly_weighed)(scores)
     output = _times(products, weights, values) / total
     lse = most / LOG2_E + mx.log(total)
     if mask is not None or count > stored:
