@@ -20,7 +20,7 @@ RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 64, 84  # around the plot's area
 TICKS = 5  # on an axis, about
-TOLD = ("cpu", "cores", "system", "mlx", "mlx-lm")  # of the machine, below each plot
+TOLD = ("cpu", "cores", "mlx", "mlx-lm")  # of the machine, below each plot
 STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #24292f }
   .title { font-size: 16px; font-weight: 600 }
@@ -122,7 +122,7 @@ def _steps(low: float, high: float) -> list[float]:
 
 def _caption(result: dict[str, Any]) -> str:
     machine = result["machine"]
-    told = [machine[name] if name in ("cpu", "system") else f"{name} {machine[name]}" for name in TOLD]
+    told = [machine[name] if name == "cpu" else f"{name} {machine[name]}" for name in TOLD]
     return " · ".join(["SmolLM2-135M, float32", *told, result["date"]])
 
 
@@ -155,11 +155,12 @@ def gap(result: dict[str, Any]) -> Plot:
     figure = next(f for f in result["figures"] if f["series"].get("ours_s"))
 
     def line(times: Sequence[float]) -> list[Point]:
-        teeth = [[(a, 0.0), (b, b - a)] for a, b in pairwise(times)]
+        after = [(a, b) for a, b in pairwise(times) if b > 0]
+        teeth = [[(max(a, 0.0), max(-a, 0.0)), (b, b - a)] for a, b in after]
         return [point for tooth in teeth for point in tooth]
 
     return Plot(
-        "A stream, while another app's prompt of 4,000 tokens is computed",
+        f"A stream, while another app's prompt of {figure['series']['length'][0]:,} tokens is computed",
         "seconds after the other app's request",
         "seconds since its last token",
         [

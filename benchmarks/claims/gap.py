@@ -101,8 +101,7 @@ def run(rig: Rig) -> list[Measurement]:
             lower_is_better=True,
             least_ratio=LEAST_GAP,
             tokens=tokens,
-            series={"ours_s": ours[-1].times, "peer_s": theirs[-1].times}
-            | {"first_s": (ours[-1].first_s, theirs[-1].first_s)},
+            series={"ours_s": ours[-1].times, "peer_s": theirs[-1].times, "length": (length,)},
         ),
         Measurement(
             claim=f"prefill of {length:,} tokens beside a stream",

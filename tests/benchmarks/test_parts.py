@@ -78,7 +78,7 @@ def drawn(tmp_path: Path) -> dict[str, ElementTree.Element]:
     saved(
         results, "forks", [forked(8, 100, 90.0, 40.0), forked(2, 100, 30.0, 20.0), forked(8, 300, 1.0, 1.0)]
     )
-    series = {"ours_s": (-1.0, 0.0, 0.5, 1.0), "peer_s": (-1.0, 9.0), "first_s": (0.9, 8.0)}
+    series = {"ours_s": (-1.0, 0.0, 0.5, 1.0), "peer_s": (-3.0, -1.0, 9.0), "length": (100,)}
     saved(results, "gap", [Measurement("gap", "s", (0.5,), (9.0,), "a peer", series=series)])
     made = plots.draw(results, tmp_path / "plots")
     return {path.stem: ElementTree.parse(path).getroot() for path in made}
@@ -100,11 +100,12 @@ def test_a_plot_has_both_lines_of_the_shorter_session(drawn: dict[str, ElementTr
 
 
 def test_a_gap_is_as_high_as_it_is_long(drawn: dict[str, ElementTree.Element]) -> None:
-    """A tooth for each token; nothing leaves the picture."""
+    """A tooth for each token after the request; nothing leaves the picture."""
     ours, peer = points(drawn["gap"], "ours"), points(drawn["gap"], "peer")
-    assert (len(ours), len(peer)) == (6, 2)
+    assert (len(ours), len(peer)) == (4, 2)
     floor = plots.HEIGHT - plots.BOTTOM
-    assert (floor - peer[1][1]) / (floor - ours[1][1]) == pytest.approx(10, rel=0.01)
+    assert (floor - peer[1][1]) / (floor - ours[1][1]) == pytest.approx(20, rel=0.01)
+    assert (floor - peer[1][1]) / (floor - peer[0][1]) == pytest.approx(10, rel=0.01)
     for x, y in (*ours, *peer):
         assert plots.LEFT <= x <= plots.WIDTH - plots.RIGHT
         assert plots.TOP <= y <= floor
