@@ -12,7 +12,6 @@ import mlx.core as mx
 from stateroom.caches.codecs.read import read, read_masked
 from stateroom.caches.rows import PackedRows
 from stateroom.caches.trunk import Level, Trunk, levels
-from stateroom.kernels.dispatch import join_segments
 from stateroom.kernels.join_segments.reference import Attended
 from stateroom.kernels.spans import Spans
 
@@ -20,14 +19,25 @@ from stateroom.kernels.spans import Spans
 def join_trunks(
     rows: PackedRows, layer: int, queries: mx.array, own: Attended, scale: float, window: int | None
 ) -> Attended:
-    """`own`, what queries [B, H, N, D] saw of their rows' columns, joined with what they see of trunks."""
+    """`own`, what queries [B, H, N, D] saw of their rows' columns, joined with what they see of trunks.
+
+    Every query sees something of its row's columns: its own token at least.
+    """
     forward = rows.forward
     if forward.levels is None:
         forward.levels = levels(rows.chains)
-    parts = [own, *(_level(rows, layer, queries, level, scale, window) for level in forward.levels)]
-    outputs = mx.stack([part.output.astype(mx.float32) for part in parts], axis=3)
-    joined = join_segments(outputs, mx.stack([part.lse for part in parts], axis=3))
+    joined = Attended(own.output.astype(mx.float32), own.lse)
+    for level in forward.levels:
+        joined = _joined(joined, _level(rows, layer, queries, level, scale, window))
     return Attended(joined.output.astype(queries.dtype), joined.lse)
+
+
+def _joined(one: Attended, other: Attended) -> Attended:
+    """`join_segments` of two, `one` of which saw something: few operations, and an lse for those who ask."""
+    gain = other.lse - one.lse
+    # Each share by itself: what is left of 1 would be off by as much as the larger share is rounded.
+    kept, taken = mx.sigmoid(-gain)[..., None], mx.sigmoid(gain)[..., None]
+    return Attended(one.output * kept + other.output * taken, mx.logaddexp(one.lse, other.lse))
 
 
 def _level(

@@ -17,7 +17,7 @@ from stateroom.daemon.engine.cpu_linear import use_pieces
 from stateroom.daemon.engine.cpu_rope import use_rotations
 from stateroom.kernels.decode_attention import LOG2_E
 
-NORM_ROWS_MOST = 4  # with more, mlx compiles to loops over strides, which are no faster than its primitives
+NORM_ROWS_MOST = 2  # with more, what mlx compiles to loops over strides is no faster than its primitives
 
 
 @mx.compile
