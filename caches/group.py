@@ -55,12 +55,14 @@ class Group:
         """Tokens per row that are in no trunk: those that a merge with others moves, and may pad."""
         return tuple(columns for part in self.parts for columns in part.columns)
 
+    def places(self) -> list[tuple[SessionCache, int]]:
+        """The part that holds each row, and which row of it that is."""
+        return [(part, row) for part in self.parts for row in range(part.rows)]
+
     def place(self, row: int) -> tuple[SessionCache, int]:
-        """The part that holds a row, and which row of it that is; IndexError when there is none."""
-        for part, rows in self._numbered():
-            if row in rows:
-                return part, row - rows.start
-        raise IndexError(f"row {row} of {self.rows}")
+        """Of one row; IndexError when there is none of that number."""
+        self._check([row])
+        return self.places()[row]
 
     @property
     def speculative(self) -> bool:

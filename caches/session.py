@@ -20,7 +20,7 @@ from stateroom.caches.layout import capacity_for
 from stateroom.caches.reach import FULL, Chunk, Full, Window
 from stateroom.caches.rows import FORGET_MIN, PackedRows
 from stateroom.caches.stored_rows import SHARED_MIN, TRIM_BACK
-from stateroom.caches.trunk import Trunk
+from stateroom.caches.trunk import Chain, Trunk
 
 Model = Callable[..., mx.array]
 Kept = tuple[Blueprint | None, list[Store], tuple[int, ...]]  # a session as it was, see `SessionCache._kept`
@@ -389,6 +389,11 @@ class SessionCache:
     def trunks(self) -> set[Trunk]:
         """What rows share with other sessions, or did."""
         return {trunk for row in range(self.rows) for trunk in self.row_trunks(row)}
+
+    def views(self, row: int) -> Chain:
+        """What one row sees of trunks, in order."""
+        full = next((s for s in self.stores if isinstance(s, PackedRows) and s.reach is FULL), None)
+        return () if full is None else full.chains[row]
 
     def row_trunks(self, row: int) -> set[Trunk]:
         """Those of one row."""

@@ -1,9 +1,9 @@
 """Rows that decode together, and the step in flight.
 
-A batch owns one `SessionCache` of as many rows as it has members. `launch` starts the next step on the
-device, feeding the last draws before the host has seen them; the engine then reads the flight before
-it. Sessions join by `merge_rows` and leave by `extract_row` and `filter_rows`, at any step; a lone
-session's own cache serves as it is, with nothing copied on the way in or out.
+A batch owns one `Group` of as many rows as it has members, in their order. `launch` starts the next step on
+the device, feeding the last draws before the host has seen them; the engine then reads the flight before it.
+Sessions join and leave at any step. Where the model allows it they are stored apart: the session's own cache
+serves as it is, with nothing copied on the way in or out. `arrange` packs rows where that pays.
 
 A stream whose end shows only in the drawn token (a stop) leaves with one step too many in its KV;
 `Session.settle` trims it. Models with recurrent states, which can't be trimmed, are therefore stepped
@@ -12,15 +12,19 @@ without looking ahead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 from mlx import nn
 
+from stateroom.caches.group import Group
 from stateroom.caches.session import SessionCache
 from stateroom.daemon.engine.sampling import Drawn, sample
 from stateroom.daemon.engine.stream import Stream
+from stateroom.daemon.scheduler import packing
+
+STEPS_LEAST = 16  # that a row is expected to stay; later on as many as it has stayed, up to what it may draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,63 +37,105 @@ class Flight:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Streams whose rows take one forward pass together."""
+    """Streams whose rows take one forward pass together.
+
+    Args:
+        apart: rows may be stored apart.
+        costs: of steps and moves.
+        has_room: whether so many bytes more may be held.
+    """
 
     model: nn.Module
     rows_max: int
     lookahead: bool
+    apart: bool
+    costs: packing.Costs
+    has_room: Callable[[int], bool]
     members: list[Stream] = field(default_factory=list)
-    cache: SessionCache | None = None
+    cache: Group = field(init=False)
     flight: Flight | None = None
     landing: Flight | None = None  # being read; its streams may have left already
+    _steps: int = field(default=0, init=False)  # since rows came or went
+    _arrange_at: int = field(default=0, init=False)  # steps; twice as many each time
+
+    def __post_init__(self) -> None:
+        self.cache = Group(apart=self.apart)
+
+    # ------------------------------------------------------------ coming and going
 
     def join(self, streams: Sequence[Stream]) -> None:
         """Takes the sessions' rows in; their KV must hold all but the pending token."""
-        caches = [] if self.cache is None else [self.cache]
+        caches = []
         for stream in streams:
             assert stream.session.cache is not None
             assert stream.session.missing == 0
             stream.session.cache.take_back()
             caches.append(stream.session.cache)
-        if len(caches) > 1:
-            for cache in caches:
-                cache.forget_unseen()  # what one row's window no longer shows would pad the others
-        self.cache = caches[0] if len(caches) == 1 else SessionCache.merge_rows(caches)
+        self.cache.add(caches)
         for stream in streams:
             stream.session.cache = None
             stream.session.lent = True
             self.members.append(stream)
+        self._changed()
 
     def leave(self, leaving: Sequence[Stream]) -> None:
         """Gives the rows of these streams back to their sessions, unsettled."""
         if not leaving:
             return
-        assert self.cache is not None
-        if len(self.members) == 1:
-            rows = [self.cache]
-            self.cache = None
-        else:
-            rows = [self.cache.extract_row(self.members.index(stream)) for stream in leaving]
-            keep = [i for i, stream in enumerate(self.members) if stream not in leaving]
-            if keep:
-                self.cache.filter_rows(keep)
-            else:
-                self.cache = None
-            # A lazy row would pin the whole batch's planes.
-            mx.async_eval([array for row in rows for array in row.arrays()])
+        caches = self.cache.remove([self.members.index(stream) for stream in leaving])
         self.members = [stream for stream in self.members if stream not in leaving]
-        for stream, row in zip(leaving, rows, strict=True):
-            stream.session.cache = row
+        for stream, cache in zip(leaving, caches, strict=True):
+            stream.session.cache = cache
             stream.session.lent = False
+        self._changed()
 
     def leave_due(self) -> list[Stream]:
-        """Rows of a group that are to be quantised now leave, to join others that are."""
-        if self.cache is None or len(self.members) < 2 or self.cache.tokens_left_dense:
-            return []
-        longest = max(self.cache.offsets)
-        due = [stream for stream, at in zip(self.members, self.cache.offsets, strict=True) if at == longest]
+        """Rows of a larger part that are to be quantised now leave, to join others that are."""
+        if all(part.rows == 1 or part.tokens_left_dense for part in self.cache.parts):
+            return []  # alone it is done in the forward
+        due = [
+            stream
+            for stream, (part, row) in zip(self.members, self.cache.places(), strict=True)
+            if part.rows > 1 and not part.tokens_left_dense and part.offsets[row] == max(part.offsets)
+        ]
         self.leave(due)
         return due
+
+    def clear(self) -> None:
+        """Lets everything go: a step failed."""
+        self.members, self.cache, self.flight, self.landing = [], Group(apart=self.apart), None, None
+
+    # ------------------------------------------------------------ what is stored together
+
+    @property
+    def unarranged(self) -> bool:
+        """It is time to look whether packing pays: rows came or went, or have stayed twice as long."""
+        return self._steps >= self._arrange_at and len(self.members) > 1
+
+    def _changed(self) -> None:
+        self._steps = self._arrange_at = 0
+
+    def arrange(self) -> None:
+        """Packs rows that gain by it, and parts those that pad each other too much. RuntimeError in a round.
+
+        The members' order may change. When it fails, all rows are there and go on as they stand.
+        """
+        self._arrange_at = max(2 * self._steps, STEPS_LEAST)
+        places = self.cache.places()
+        rows = [_facts(*place, stream) for place, stream in zip(places, self.members, strict=True)]
+        held: dict[int, list[int]] = {}
+        for number, (part, _) in enumerate(places):
+            held.setdefault(id(part), []).append(number)
+        present = [tuple(numbers) for numbers in held.values()]
+        wanted = packing.partition(rows, present, self.costs) if self.cache.apart else packing.by_kind(rows)
+        for part_wanted in set(wanted) - set(present):
+            together = [self.members[number] for number in part_wanted]
+            columns = max(rows[number].columns for number in part_wanted) * len(part_wanted)
+            if self.has_room(int(columns * places[part_wanted[0]][0].bytes_per_token)):
+                order = self.cache.pack([self.members.index(stream) for stream in together])
+                self.members = [self.members[number] for number in order]
+
+    # ------------------------------------------------------------ a step
 
     def launch(self) -> None:
         """Starts the next step for those who may draw; the others' rows leave first."""
@@ -99,7 +145,6 @@ class Batch:
         self.flight = None
         if not self.members:
             return
-        assert self.cache is not None
         places = {}
         if previous is not None:
             places = {stream: place for place, stream in enumerate(previous.members)}
@@ -108,6 +153,7 @@ class Batch:
         drawn = sample(logits, [stream.row(last) for stream, last in zip(self.members, lasts, strict=True)])
         for stream in self.members:
             stream.launched += 1
+        self._steps += 1
         self.flight = Flight(tuple(self.members), drawn)
         if self.lookahead:
             mx.async_eval(drawn.arrays())
@@ -123,14 +169,26 @@ class Batch:
 
     def _inputs(self, places: dict[Stream, int], previous: Flight | None) -> mx.array:
         """The pending token of each member, [B, 1]: lazily from the step in flight where it is newer."""
-        if not places or previous is None:
-            return mx.array([[stream.session.tokens[-1]] for stream in self.members], dtype=mx.uint32)
-        if tuple(self.members) == previous.members:
+        if previous is not None and tuple(self.members) == previous.members:
             return previous.drawn.tokens[:, None]
-        flown = [places[stream] for stream in self.members if stream in places]
-        fresh = [stream.session.tokens[-1] for stream in self.members if stream not in places]
-        # Members keep their order and new ones join at the end, so this is the order of the rows.
-        parts = [previous.drawn.tokens[mx.array(flown, dtype=mx.int32)]] if flown else []
-        if fresh:
-            parts.append(mx.array(fresh, dtype=mx.uint32))
-        return mx.concatenate(parts)[:, None]
+        fresh = [stream for stream in self.members if stream not in places]
+        tokens = mx.array([stream.session.tokens[-1] for stream in fresh], dtype=mx.uint32)
+        if previous is None or len(fresh) == len(self.members):
+            return tokens[:, None]
+        # Behind the draws in flight, those that the host knows.
+        known = {stream: len(previous.members) + place for place, stream in enumerate(fresh)}
+        drawn = mx.concatenate([previous.drawn.tokens, tokens]) if fresh else previous.drawn.tokens
+        order = mx.array([(places | known)[stream] for stream in self.members], dtype=mx.int32)
+        return drawn[order][:, None]
+
+
+def _facts(part: SessionCache, row: int, stream: Stream) -> packing.Row:
+    left = stream.most - stream.base - stream.launched
+    mergeable = part.batchable and part.quantised  # else it is due to be re-coded, by itself
+    return packing.Row(
+        columns=part.columns[row],
+        nbytes=part.row_bytes(row) - part.shared_bytes(row),
+        trunks=tuple((view.trunk, view.length) for view in part.views(row)),
+        kind=part.signature if mergeable else None,
+        steps=min(left, max(stream.launched, STEPS_LEAST)),
+    )

@@ -16,6 +16,7 @@ from stateroom.client.errors import Numeric
 from stateroom.daemon.engine.batch import Batch, Flight
 from stateroom.daemon.engine.session import Session
 from stateroom.daemon.engine.stream import Stream
+from stateroom.daemon.scheduler.packing import Costs
 
 if TYPE_CHECKING:
     from stateroom.daemon.engine.engine import Engine
@@ -27,6 +28,7 @@ class Decoding:
     def __init__(self, engine: Engine, rows_max: int) -> None:
         self._engine = engine
         self.rows_max = rows_max
+        self.costs = Costs()  # of rows apart and together, until they are measured
         self.joining: list[Stream] = []
         self.batches: list[Batch] = []
         self.tokens = 0  # drawn since the start
@@ -79,7 +81,8 @@ class Decoding:
             batch = next((b for b in self.batches if self._has_place(b, groups, cache)), None)
             if batch is None:
                 lookahead = cache.speculative  # its rows can be trimmed by a step
-                batch = Batch(self._engine.loaded.model, self.rows_max, lookahead)
+                apart, room = self._engine.schemes.groupable, self._engine.memory.has_room
+                batch = Batch(self._engine.loaded.model, self.rows_max, lookahead, apart, self.costs, room)
                 self.batches.append(batch)
             groups.setdefault(id(batch), (batch, []))[1].append(stream)
         for batch, streams in groups.values():
@@ -96,15 +99,14 @@ class Decoding:
         self, batch: Batch, groups: dict[int, tuple[Batch, list[Stream]]], cache: SessionCache
     ) -> bool:
         coming = groups.get(id(batch), (batch, []))[1]
-        if len(batch.members) + len(coming) >= self.rows_max or not self._engine.schemes.batchable:
+        if len(batch.members) + len(coming) >= self.rows_max:
             return False
-        other = batch.cache if batch.cache is not None else coming[0].session.cache if coming else None
-        if other is None or other.signature != cache.signature:
-            return other is None
-        together = [*(batch.cache.columns if batch.cache is not None else ()), *cache.columns]
-        together += [
-            offset for stream in coming if stream.session.cache for offset in stream.session.cache.columns
-        ]
+        others = [*batch.cache.parts, *(s.session.cache for s in coming if s.session.cache is not None)]
+        if batch.cache.apart or not others:
+            return True  # nothing is copied, whatever the scheme, and nobody pads anybody
+        if not self._engine.schemes.batchable or others[0].signature != cache.signature:
+            return False
+        together = [columns for other in (*others, cache) for columns in other.columns]
         padding = len(together) * max(together) - sum(together)
         return self._engine.memory.has_room(int(padding * cache.bytes_per_token))
 
@@ -119,6 +121,11 @@ class Decoding:
 
     def _launch(self, batch: Batch) -> None:
         self.joining.extend(batch.leave_due())
+        if batch.unarranged:
+            try:
+                batch.arrange()
+            except Exception as error:  # they go on as they stand
+                self._engine.report(error)
         batch.launch()
 
     def _land(self, batch: Batch) -> None:
@@ -160,9 +167,9 @@ class Decoding:
             else:
                 self._finish_stream(stream)
         batch.landing = None
-        if batch.cache is not None and batch.cache.checkpointed:
-            for row, stream in enumerate(batch.members):
-                self._engine.memory.mark(stream.session, batch.cache, row)
+        if batch.cache.checkpointed:
+            for stream, place in zip(batch.members, batch.cache.places(), strict=True):
+                self._engine.memory.mark(stream.session, *place)
 
     def _finish_stream(self, stream: Stream) -> None:
         self._close_stream(stream)
@@ -192,7 +199,7 @@ class Decoding:
         """A step raised: its streams end by name, and their sessions go back to their tokens."""
         flights = [flight for flight in (batch.flight, batch.landing) if flight is not None]
         streams = set(batch.members).union(*(flight.members for flight in flights))
-        batch.members, batch.cache, batch.flight, batch.landing = [], None, None, None
+        batch.clear()
         for stream in streams:
             if stream.rid in self._engine.requests:
                 self._stream_failed(stream, error)

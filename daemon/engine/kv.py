@@ -10,7 +10,7 @@ from mlx import nn
 from stateroom.caches.blueprint import Blueprint
 from stateroom.caches.codecs.codec import Codec
 from stateroom.caches.codecs.scheme import CannotQuantise, Scheme
-from stateroom.caches.probe import branches_agree, rows_agree, slices_decode
+from stateroom.caches.probe import branches_agree, groups_agree, rows_agree, slices_decode
 from stateroom.caches.session import SessionCache
 from stateroom.caches.stored_rows import LayerCodecs
 from stateroom.client.errors import Unsupported
@@ -53,6 +53,7 @@ class Schemes:
         sample = self._fed(SessionCache.empty(self._blueprint))
         self._geometry = sample.geometry()
         self.batchable = rows_agree(model)
+        self.groupable = groups_agree(model)  # in one pass while each is stored apart
         self._shares = branches_agree(model)
         self._tried: set[tuple[Codec, int]] = set()
         self.dense = self._served(self._blueprint, sample)
@@ -111,7 +112,7 @@ class Schemes:
             trim="any" if at_will else "checkpoints",
             trim_floor=0,
             fork="shared" if self._shares else "copy",
-            batch=self.batchable,
+            batch=self.batchable or self.groupable,
             speculative=False,
             kv=[KindCaps(kind=k.kind, scheme=k.scheme, layers=k.layers) for k in blueprint.kinds],
             bytes_per_token=samples[0].bytes_per_token,
