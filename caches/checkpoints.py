@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from weakref import WeakSet
 
 from stateroom.caches.blueprint import Store
+from stateroom.caches.trunk import numbered
 
 CHECKPOINTS_MAX = 8  # a session
 CHECKPOINT_BYTES_MAX = 64 * 2**20  # a session
@@ -25,6 +26,7 @@ class Checkpoint:
     signature: Hashable
     stores: tuple[Store | None, ...]
     trails: WeakSet[Trail] = field(default_factory=WeakSet, repr=False)  # those that hold it
+    number: int = field(default_factory=numbered, repr=False)
 
     @property
     def nbytes(self) -> int:

@@ -10,25 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import mlx.core as mx
+
+numbered = count(1).__next__  # of what sessions share, in this process; none is used twice
 
 
 class Trunk:
     """`planes` [1, Hkv, capacity, field], as a codec stores them, of the tokens [start, end) of a row."""
 
-    __slots__ = ("__weakref__", "end", "holders", "planes", "start")
+    __slots__ = ("__weakref__", "end", "holders", "nbytes", "number", "planes", "start")
 
     def __init__(self, planes: Sequence[mx.array | None], start: int, end: int) -> None:
+        self.number = numbered()
         self.planes = tuple(planes)
+        # What they occupy, spare capacity too.
+        self.nbytes = sum(plane.size * plane.dtype.size for plane in planes if plane is not None)
         self.start = start
         self.end = end
         self.holders = 0  # views that are alive
-
-    @property
-    def nbytes(self) -> int:
-        """What its planes occupy, spare capacity too."""
-        return sum(plane.size * plane.dtype.size for plane in self.planes if plane is not None)
 
 
 class View:

@@ -28,7 +28,6 @@ from stateroom.daemon.engine.score import Score
 from stateroom.daemon.engine.session import Change, Session, apply, common_prefix, plan
 from stateroom.daemon.engine.stream import Stream
 from stateroom.daemon.link import Adopt, CancelCommand, ChatTurn, Command
-from stateroom.daemon.scheduler.pace import QUANTUM_MAX
 
 
 class Commands:
@@ -86,11 +85,10 @@ class Commands:
         served = self.engine.schemes.of(request.kv)
         tokens = inputs.whole(self.loaded, request)
         inputs.check_length(len(tokens), self.loaded.context)
-        self.engine.memory.admit(served, (None, len(tokens)))
         session = Session(
             command.session, served, command.owner, background=request.session_class == "background"
         )
-        self.engine.sessions[session.id] = session
+        self.engine.sharing.enter(session)
         fill = Fill(
             command.rid,
             session,
@@ -99,7 +97,11 @@ class Commands:
             self.engine.clock_ms(),
             opens=True,
         )
-        self.engine.filling.begin(fill)
+        try:
+            self.engine.sharing.begin(fill)
+        except Exception:
+            self.engine.sharing.leave(session)
+            raise
 
     def _opened(self, request: p.Open) -> Callable[[Fill], None]:
         def then(fill: Fill) -> None:
@@ -149,8 +151,6 @@ class Commands:
         progress: bool = False,
         whole_chat: bool = False,
     ) -> None:
-        self.engine.memory.admit(session.served, (session, change.length))
-
         def then(fill: Fill) -> None:
             if messages and not (fill.cancelled and not fill.done):
                 told = [] if whole_chat else session.chat
@@ -160,7 +160,7 @@ class Commands:
 
         now_ms = self.engine.clock_ms()
         fill = Fill(command.rid, session, change, then, now_ms, progress=progress, chat=bool(messages))
-        self.engine.filling.begin(fill)
+        self.engine.sharing.begin(fill)
 
     def _trim(self, command: Command, request: p.Trim) -> None:
         session = self._idle_session(command)
@@ -193,7 +193,8 @@ class Commands:
         session = self.engine.sessions.get(command.session)
         if session is None:
             served = self.engine.schemes.of(command.kv)
-            session = self.engine.sessions[command.session] = Session(command.session, served, command.owner)
+            session = Session(command.session, served, command.owner)
+            self.engine.sharing.enter(session)
         session.background = command.background
         inputs.check_tokens(command.tokens, self.loaded.vocab)
         apply(session, Change(0, 0, command.tokens, None))
@@ -218,12 +219,11 @@ class Commands:
             )
         check_sampling(request.sampling or p.Sampling(), self.loaded.vocab, request.stop_tokens)
         most = min(session.length + request.max_tokens, self.loaded.context)
-        at_once = STEP if not session.missing else QUANTUM_MAX
-        self.engine.memory.admit(session.served, (session, most), at_once=at_once)
+        if not session.missing:
+            self.engine.memory.admit(session.served, (session, most), at_once=STEP)
         received = self.engine.clock_ms()
-        missing = session.missing
 
-        def begin(started_ms: float) -> None:
+        def begin(started_ms: float, computed: int) -> None:
             self.engine.decoding.begin(
                 Stream.begin(
                     rid=command.rid,
@@ -235,7 +235,7 @@ class Commands:
                     context=self.loaded.context,
                     received_ms=received,
                     started_ms=started_ms,
-                    prefilled=missing + 1,
+                    prefilled=computed + 1,
                 )
             )
 
@@ -246,15 +246,14 @@ class Commands:
                 )
                 self.engine.answer(command.rid, result, self.engine.journal(session, session.length))
             else:
-                begin(fill.started_ms if fill.started_ms is not None else received)
+                begin(fill.started_ms if fill.started_ms is not None else received, fill.computed)
 
-        if missing == 0:
-            begin(received)
+        if not session.missing:
+            begin(received, 0)
         else:
             # The content is as it was; only KV that was dropped is computed again.
-            self.engine.filling.begin(
-                Fill(command.rid, session, plan(session, session.length, []), then, received, most=most)
-            )
+            change = plan(session, session.length, [])
+            self.engine.sharing.begin(Fill(command.rid, session, change, then, received, most=most))
 
     def _fork(self, command: Command, request: p.Fork) -> None:
         session = self._idle_session(command)
@@ -268,7 +267,7 @@ class Commands:
         for child_id in command.children:
             child = Session(child_id, session.served, command.owner, session.background, list(session.tokens))
             if cache is not None:
-                child.cache = cache.branch(self.engine.shared_min) if shares else cache.fork()
+                child.cache = self.engine.sharing.branched(session.served, cache)
                 child.stored, child.trail = session.stored, session.trail.copy()
                 mx.async_eval(child.cache.arrays())
             child.chat = child.chat_told = list(session.chat)
@@ -276,7 +275,8 @@ class Commands:
             child.quantised_told = session.quantised_told
             children.append(child)
         for child in children:
-            self.engine.sessions[child.id] = child
+            self.engine.sharing.enter(child)
+        self.engine.memory.changed(session)
         result = p.ForkResult(
             sessions=[child.id for child in children],
             length=session.length,
@@ -305,7 +305,7 @@ class Commands:
             self.engine.filling.begin(score)
 
         fill = Fill(command.rid, session, plan(session, session.length, []), then, self.engine.clock_ms())
-        self.engine.filling.begin(fill)
+        self.engine.sharing.begin(fill)
 
     def _scored(self, work: Work) -> None:
         assert isinstance(work, Score)
@@ -332,6 +332,5 @@ class Commands:
     def _close(self, command: Command, request: p.Close) -> None:
         session = self._idle_session(command)
         freed = self.engine.memory.told(session).private
-        del self.engine.sessions[session.id]
-        session.drop_kv()
+        self.engine.sharing.leave(session)
         self.engine.answer(command.rid, p.CloseResult(freed_bytes=freed))

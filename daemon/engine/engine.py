@@ -32,6 +32,7 @@ from stateroom.daemon.engine.memory import Memory
 from stateroom.daemon.engine.model import LoadedModel
 from stateroom.daemon.engine.problem import ModelError
 from stateroom.daemon.engine.session import Session
+from stateroom.daemon.engine.sharing import Sharing
 from stateroom.daemon.engine.stream import Stream
 from stateroom.daemon.link import Answer, Journal, Journals, bounded
 from stateroom.daemon.scheduler.pace import Pace
@@ -74,6 +75,7 @@ class Engine:
         self.requests: dict[int, Work | Stream] = {}
         self.decoding = Decoding(self, rows_max)
         self.filling = Filling(self, pace or Pace())
+        self.sharing = Sharing(self)
         self._cancelled_any = False
         self._learn()
 
@@ -163,6 +165,7 @@ class Engine:
     def step(self) -> bool:
         """One turn of the loop; False when nothing is left to do."""
         decoding, filling = self.decoding, self.filling
+        self.sharing.turn()
         decoding.join()
         if self.blas is not None and len(filling.queue) > 0:
             decoding.land_all()

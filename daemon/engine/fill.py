@@ -9,7 +9,7 @@ tokens are published.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 from mlx import nn
@@ -33,6 +33,9 @@ class Fill:
     chat: bool = False  # its tokens are of chat messages appended to others
     most: int = 0  # tokens the session may come to by the decode that follows
     opens: bool = False  # its session is new, and goes again if it fails
+    shared: int = 0  # tokens whose KV came from another session
+    hoped: int = 0  # while it waits for another fill: tokens that it will share with that one
+    applied: bool = False  # the change was carried out
     started_ms: float | None = None
     before: int = 0  # the session's length before the change
     computed: int = 0
@@ -41,17 +44,44 @@ class Fill:
 
     def start(self, now_ms: float) -> None:
         self.started_ms = now_ms
-        self.before = self.session.length
-        apply(self.session, self.change)
+        self.apply()
         self.total = self.session.missing
+
+    def apply(self) -> None:
+        """Carries the change out, if that isn't done."""
+        if not self.applied:
+            self.before = self.session.length
+            apply(self.session, self.change)
+            self.applied = True
+
+    @property
+    def tokens(self) -> list[int]:
+        """What the session will hold."""
+        held = self.session.tokens
+        return held if self.applied else held[: self.change.keep] + self.change.tokens
+
+    def borrow(self, loan: Session) -> None:
+        """Carries the change out and goes on from another session's KV instead of its own."""
+        self.apply()
+        session = self.session
+        session.cache, session.trail = loan.cache, loan.trail
+        session.stored = self.shared = loan.stored
+        whole = session.missing == 0
+        # Of what it held itself it may have hoped for more; now nothing of that is computed.
+        self.change = replace(self.change, kv_keep=loan.stored, why=None if whole else self.change.why)
+
+    @property
+    def computes(self) -> bool:
+        """Something is missing, or will be when the change is carried out."""
+        return max(self.change.length - 1, 0) > self.change.kv_keep
 
     @property
     def done(self) -> bool:
-        return self.started_ms is not None and self.session.missing == 0
+        return self.applied and self.session.missing == 0
 
     def end_cancelled(self) -> None:
         """Keeps what was there and what is finished: the tokens stored, and the next as pending."""
-        if self.started_ms is None:
+        if not self.applied:
             return
         session = self.session
         del session.tokens[max(self.change.keep, session.stored + 1) :]
@@ -64,10 +94,10 @@ class Fill:
         session, change = self.session, self.change
         since = self.received_ms if self.started_ms is None else self.started_ms
         ms = round(now_ms - since, 3)
-        if self.started_ms is None:
+        if not self.applied:
             there = session.length if not session.missing else session.stored
             return Receipt(reused=there, source=self.source(there), why="cancelled", ms=ms)
-        reused = min(change.reused, session.length)
+        reused = min(max(self.shared, change.reused), session.length)
         return Receipt(
             reused=reused,
             source=self.source(reused),
@@ -82,12 +112,21 @@ class Fill:
         return Progress(done=self.computed, total=self.total)
 
     def source(self, reused: int) -> Source:
+        if self.shared and reused:
+            return "shared"
         return self.session.origin if reused else "none"
 
     # What the engine's loop asks of any device work done by quanta; `Score` answers the same.
 
     def end(self) -> None:
         self.then(self)
+
+    @property
+    def to_compute(self) -> int:
+        """Tokens that are missing, or will be when the change is carried out."""
+        if self.applied:
+            return self.session.missing
+        return max(self.change.length - 1 - self.change.kv_keep, 0)
 
     @property
     def remaining(self) -> int:
@@ -104,12 +143,20 @@ class Fill:
 
     def launch(self, model: nn.Module, tokens: int) -> list[mx.array]:
         """Starts a forward pass over the next tokens; gives the arrays whose evaluation ends it."""
-        session, cache = self.session, self._cache()
-        cache.take_back()
-        piece = session.tokens[session.stored : session.stored + tokens]
+        cache = self.ready()
         # The logits are never evaluated: a prefill needs only the KV.
-        cache.forward(model, mx.array([piece], dtype=mx.uint32))
+        cache.forward(model, mx.array([self.next(tokens)], dtype=mx.uint32))
         return cache.arrays()
+
+    def ready(self) -> SessionCache:
+        """The session's rows, to be fed."""
+        cache = self._cache()
+        cache.take_back()
+        return cache
+
+    def next(self, tokens: int) -> list[int]:
+        """The tokens to feed next."""
+        return self.session.tokens[self.session.stored : self.session.stored + tokens]
 
     def landed(self, tokens: int, arrays: list[mx.array]) -> None:
         self.session.stored += tokens

@@ -147,5 +147,5 @@ class Filling:
 
     def _refuse_work(self, work: Work, error: BaseException) -> None:
         if isinstance(work, Fill) and work.opens:
-            self._engine.sessions.pop(work.session.id, None)
+            self._engine.sharing.leave(work.session)
         self._engine.fail(work.rid, error, self._engine.journal(work.session, 0))

@@ -1,13 +1,23 @@
-"""The bytes of KV: what is held, what was promised, and what is admitted. Checkpoints give way first."""
+"""The bytes of KV: what is held, what was promised, and what is admitted. Checkpoints give way first.
+
+Sums are kept, not made: what a session takes is counted again when its KV changed (`Session.moved`), while a
+request has it, and once after; who is parked costs nothing. `conservation.py` compares them with a count of
+everything.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from stateroom.caches.checkpoints import Checkpoint
 from stateroom.caches.layout import CAPACITY_STEP
+from stateroom.caches.reach import FULL
+from stateroom.caches.rows import PackedRows
 from stateroom.caches.session import SessionCache
+from stateroom.caches.trunk import Trunk
 from stateroom.client.errors import Capacity
 from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.kv import Served
@@ -22,6 +32,8 @@ RETRY_AFTER_S = 5.0  # told with `capacity`; sessions close or end in about that
 STEP = 1  # tokens that a decoding session takes at once
 CHECKPOINT_EVERY = 256  # tokens between two checkpoints of a long prompt or answer, and at every prompt's end
 
+Part = Trunk | Checkpoint  # what several sessions may hold
+
 
 class Told(NamedTuple):
     """Bytes of a session: its own, shared ones; of both, what tokens fill and what is allocated for them."""
@@ -30,6 +42,17 @@ class Told(NamedTuple):
     shared: int
     live: int
     capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a session holds: bytes of columns and states of its own, and parts that others may hold too."""
+
+    own: int = 0
+    parts: tuple[Part, ...] = ()
+
+
+NOTHING = Holding()
 
 
 class Memory:
@@ -46,24 +69,61 @@ class Memory:
         self._engine = engine
         self.budget_bytes = budget_bytes
         self._dropped = dropped
+        self._counted: dict[Session, Holding] = {}  # sessions that hold something, as it was last counted
+        self._own = 0  # the sum of what they have for themselves
+        self._holders: Counter[Part] = Counter()  # how many of them hold each part
+        self._parts = 0  # bytes of those parts
+        self._stale: set[Session] = set()  # to be counted anew
+        self._busy: set[Session] = set()  # that had a request at the last count
 
     # ------------------------------------------------------------ what is held
 
+    def changed(self, session: Session) -> None:
+        """What a session holds is not what it was."""
+        self._stale.add(session)
+
     @property
     def held_bytes(self) -> int:
-        """KV on the device: rows of sessions and batches, and each checkpoint once, whoever shares it."""
-        engine = self._engine
-        batched = [batch.cache for batch in engine.decoding.batches if batch.cache is not None]
-        batches = sum(cache.nbytes_capacity for cache in batched)
-        rows = sum(session.kv_bytes for session in engine.sessions.values())
-        alone = [session.cache for session in engine.sessions.values() if session.cache is not None]
-        trunks = {trunk for cache in (*batched, *alone) for trunk in cache.trunks}
-        shared = sum(trunk.nbytes for trunk in trunks)
-        return batches + rows + shared + self._marks_bytes(engine.sessions.values())
+        """KV on the device: rows of sessions and batches, and each part once, whoever shares it."""
+        self._count()
+        batched = [batch.cache for batch in self._engine.decoding.batches if batch.cache is not None]
+        trunks = {trunk for cache in batched for trunk in cache.trunks if trunk not in self._holders}
+        rows = sum(cache.nbytes_capacity for cache in batched)
+        return self._own + self._parts + rows + sum(trunk.nbytes for trunk in trunks)
+
+    def _count(self) -> None:
+        busy = {request.session for request in self._engine.requests.values()}
+        for session in self._stale | self._busy | busy:
+            there = self._engine.sessions.get(session.id) is session
+            self._recount(session, holding(session) if there else NOTHING)
+        self._stale, self._busy = set(), busy
+
+    def _recount(self, session: Session, now: Holding) -> None:
+        before = self._counted.get(session, NOTHING)
+        if now == before:
+            return
+        self._own += now.own - before.own
+        for part in now.parts:
+            self._parts += 0 if self._holders[part] else part.nbytes
+            self._holders[part] += 1
+        for part in before.parts:
+            self._holders[part] -= 1
+            if not self._holders[part]:
+                del self._holders[part]
+                self._parts -= part.nbytes
+        if now == NOTHING:
+            self._counted.pop(session, None)
+        else:
+            self._counted[session] = now
+
+    def counted(self) -> tuple[dict[Session, Holding], int, int]:
+        """Every session's share in the sums, and the sums: own bytes, and those of parts."""
+        self._count()
+        return self._counted, self._own, self._parts
 
     def told(self, session: Session) -> Told:
-        """Bytes as `info` tells them. Trunks and checkpoints are shared while others have them too."""
-        cache, row = self._place(session)
+        """Bytes as of now. Trunks and checkpoints are shared while others have them too."""
+        cache, row = self.place(session)
         marks = session.trail
         private, shared = marks.nbytes - marks.shared_nbytes, marks.shared_nbytes
         if cache is None:
@@ -74,20 +134,15 @@ class Memory:
         others = sum(trunk.nbytes for trunk in trunks) - alone
         return Told(private + own + alone, shared + others, cache.row_bytes(row), own + alone + others)
 
-    def _place(self, session: Session) -> tuple[SessionCache | None, int]:
+    def place(self, session: Session) -> tuple[SessionCache | None, int]:
         """The cache that has the session's row, and which one that is."""
         if not session.lent:
             return session.cache, 0
         for batch in self._engine.decoding.batches:
             for row, stream in enumerate(batch.members):
                 if stream.session is session:
-                    return batch.cache.place(row)
+                    return batch.cache, row
         return None, 0
-
-    @staticmethod
-    def _marks_bytes(sessions: Iterable[Session]) -> int:
-        marks = {mark for session in sessions for mark in session.trail}
-        return sum(mark.nbytes for mark in marks)
 
     # ------------------------------------------------------------ checkpoints
 
@@ -138,6 +193,12 @@ class Memory:
             return True
         return self.held_bytes + self._promised() + nbytes <= self.budget_bytes
 
+    def gauges(self) -> dict[str, float]:
+        """Figures for `stats`."""
+        self._count()
+        trunks = [part for part in self._holders if isinstance(part, Trunk)]
+        return {"trunks": len(trunks), "trunk_bytes": sum(trunk.nbytes for trunk in trunks)}
+
     def _made_room(self, wanted_bytes: int, theirs: set[Session | None]) -> bool:
         """Drops checkpoints of idle sessions, those of the oldest first, if they come to so much."""
         busy = {request.session for request in self._engine.requests.values()} | theirs
@@ -157,13 +218,31 @@ class Memory:
             return False
         for session in gone:
             session.trail.cut(-1)
+            self.changed(session)
         self._dropped(gone)
         return True
 
+    def admit_fill(self, fill: Fill, loan: Session | None = None, hoped: int = 0) -> None:
+        """Refuses a fill that would pass the budget.
+
+        `loan`: what it would begin with instead of its session's own. `hoped`: tokens of those that it is to
+        share with somebody who has yet to compute them. Raises `Capacity`, and nothing has changed.
+        """
+        if self.budget_bytes is None:
+            return
+        session, most = fill.session, max(fill.change.length, fill.most)
+        cache, row = self.place(session) if loan is None else (loan.cache, 0)
+        growth = self._growth_of(session.served, cache, row, most, QUANTUM_MAX)
+        self.admit_bytes(max(growth - hoped_bytes(session.served, hoped), 0), {session})
+
     def _growth(self, served: Served, session: Session | None, length: int, at_once: int) -> int:
         """Bytes that a session (None: a new one) has still to take to hold so many tokens."""
+        cache, row = self.place(session) if session is not None else (None, 0)
+        return self._growth_of(served, cache, row, length, at_once)
+
+    @staticmethod
+    def _growth_of(served: Served, cache: SessionCache | None, row: int, length: int, at_once: int) -> int:
         held = 0
-        cache, row = self._place(session) if session is not None else (None, 0)
         if cache is not None:
             # Rounded as planes are: what comes behind a trunk may need a step of capacity more.
             step = CAPACITY_STEP * int(cache.bytes_per_token)
@@ -179,10 +258,34 @@ class Memory:
             session, served = request.session, request.session.served
             if isinstance(request, Fill):
                 most = max(request.change.length, request.most)
-                promised += self._growth(served, session, most, QUANTUM_MAX)
+                growth = self._growth(served, session, most, QUANTUM_MAX)
+                promised += max(growth - hoped_bytes(served, request.hoped), 0)
             elif isinstance(request, Score):
                 copied = session.length + len(request.continuation)
                 promised += self._growth(served, None, copied, QUANTUM_MAX)
             else:
                 promised += self._growth(served, session, request.most, STEP)
         return promised
+
+
+def holding(session: Session) -> Holding:
+    """What a session holds by itself; the row of a running stream is its batch's."""
+    own, parts = 0, list[Part](session.trail)
+    if session.cache is not None:
+        own = session.cache.nbytes_capacity
+        parts += chained(session.cache, 0)
+    return Holding(own, tuple(parts))
+
+
+def chained(cache: SessionCache, row: int) -> list[Trunk]:
+    """The trunks that a row has in view, in order."""
+    packed = [store for store in cache.stores if isinstance(store, PackedRows)]
+    return [view.trunk for store in packed for view in store.chains[row]]
+
+
+def hoped_bytes(served: Served, tokens: int) -> int:
+    """What so many tokens take where they can be shared, less what rounding may cost behind them."""
+    if served.caps.fork != "shared" or served.blueprint.scheme.quantise_after:
+        return 0
+    stores = [s for s in served.samples[0].stores if isinstance(s, PackedRows) and s.reach is FULL]
+    return max(tokens - CAPACITY_STEP, 0) * sum(store.bytes_per_token for store in stores)

@@ -10,6 +10,7 @@ wherever every layer can be trimmed, and from there the rest is computed again.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from stateroom.caches.checkpoints import Trail
@@ -29,10 +30,13 @@ class Session:
     background: bool = False
     tokens: list[int] = field(default_factory=list)
     cache: SessionCache | None = None
-    stored: int = 0
+    _stored: int = 0
     trail: Trail = field(default_factory=Trail)
     lent: bool = False
     origin: Source = "session"  # "fork" until the first operation after a fork
+    # With whom it may share: in each realm the sessions that have tokens in common, up to so many of them.
+    realms: dict[Hashable, int] = field(default_factory=dict)
+    moved: Callable[[Session], None] | None = None  # told when KV is of other tokens than before
     chat: list[ChatTurn] = field(default_factory=list)  # what was given as messages, oldest first
     chat_told: list[ChatTurn] = field(default_factory=list)  # as the broker last heard
     quantised_told: bool | None = None  # how it is stored, as the broker last heard
@@ -40,6 +44,17 @@ class Session:
     @property
     def length(self) -> int:
         return len(self.tokens)
+
+    @property
+    def stored(self) -> int:
+        """Tokens whose KV is there and complete. Set it when tokens and KV agree on so many."""
+        return self._stored
+
+    @stored.setter
+    def stored(self, tokens: int) -> None:
+        self._stored = tokens
+        if self.moved is not None:
+            self.moved(self)
 
     @property
     def missing(self) -> int:
@@ -58,14 +73,7 @@ class Session:
 
     def reachable(self, length: int) -> int:
         """The most of the first `length` tokens whose KV can be had exactly, without computing."""
-        if self.cache is None or not length:
-            return 0
-        if self.cache.can_trim(0, self.cache.offsets[0] - length):
-            return length
-        checkpoint = self.trail.nearest(length)
-        if checkpoint is None or not self.cache.can_restore(checkpoint):
-            return 0
-        return checkpoint.length
+        return reachable(self.cache, 0, self.trail, length) if self.cache is not None else 0
 
     def go_back(self, length: int) -> None:
         """KV goes back to `length` tokens, one that `reachable` gave; 0: all of it goes."""
@@ -107,6 +115,16 @@ class Session:
         """After a row came back: KV beyond all but the last token goes, exactly, or all of it."""
         assert self.cache is not None
         self.go_back(self.reachable(min(self.cache.offsets[0], max(len(self.tokens) - 1, 0))))
+
+
+def reachable(cache: SessionCache, row: int, trail: Trail, length: int) -> int:
+    """The most of a row's first `length` tokens that it can go back to exactly."""
+    if not length or cache.can_trim(row, cache.offsets[row] - length):
+        return length
+    checkpoint = trail.nearest(length)
+    if checkpoint is None or not cache.can_restore(checkpoint):
+        return 0
+    return checkpoint.length
 
 
 @dataclass(frozen=True)

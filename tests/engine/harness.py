@@ -75,7 +75,7 @@ class Bench:
 
     # ------------------------------------------------------------ driving
 
-    def start(self, request: p.Request, session: str | None = None) -> int:
+    def start(self, request: p.Request, session: str | None = None, owner: str = "") -> int:
         """Hands a request over without running it."""
         rid = next(self._rids)
         self.bodies[rid] = []
@@ -87,7 +87,7 @@ class Bench:
         if isinstance(request, p.Fork):
             children = [f"s{next(self._names)}" for _ in range(request.n)]
             self.forks[rid] = (session or "", children)
-        self.commands.take(Command(rid, request, session, children))
+        self.commands.take(Command(rid, request, session, children, owner))
         return rid
 
     def adopt(

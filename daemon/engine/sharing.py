@@ -1,0 +1,216 @@
+"""Tokens are computed once for all who have them: a fill begins with what another session holds already.
+
+Sessions of one owner, with one KV scheme, form a realm. When a fill begins, the resident session that has the
+longest beginning in common lends its KV: as trunks, without a copy, unless the model or the place of the row
+allows no better than one (which still costs a hundredth of computing). Only what is stored and complete is
+lent, tokens are compared once more before it is, and layers that can't be trimmed go back to one of the
+lender's checkpoints.
+
+A fill that another one, already under way, computes the beginning of waits for that one instead of computing
+the same. Who waits is not queued yet and holds nobody up; who is queued waits for nobody, so that no two wait
+for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from stateroom.caches.session import SessionCache
+from stateroom.daemon.engine.fill import Fill
+from stateroom.daemon.engine.kv import Served
+from stateroom.daemon.engine.prefixes import Prefixes
+from stateroom.daemon.engine.session import Session, common_prefix, reachable
+from stateroom.daemon.link import Journals
+
+if TYPE_CHECKING:
+    from stateroom.daemon.engine.engine import Engine
+
+SHARE_MIN = (
+    32  # tokens more than a session can reuse of its own: what a pass over a trunk costs is then made up for
+)
+LENDERS_TRIED = (
+    16  # of those with the most in common; layers that can't be trimmed may not go back that far in some
+)
+LEADERS_TRIED = 64  # fills under way that a new one is compared with
+RELEASED_PER_TURN = 32  # waiting fills that begin in one turn, so that streams don't wait for all of them
+NO_LIMIT = 2**62
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    fill: Fill
+    leader: Fill
+    until: int  # tokens that the leader is to have stored
+
+
+class Sharing:
+    """Lends KV among the sessions of an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.prefixes: Prefixes[Session] = Prefixes()
+        self._waiting: dict[int, _Waiting] = {}  # by rid, the first come first
+
+    # ------------------------------------------------------------ who may share
+
+    def enter(self, session: Session) -> None:
+        """A session that is new to the engine."""
+        session.realms = {("owner", session.owner, session.served.blueprint.scheme): NO_LIMIT}
+        session.moved = self._moved
+        self._engine.sessions[session.id] = session
+        self._moved(session)
+
+    def leave(self, session: Session) -> None:
+        """It is no more, and holds nothing."""
+        del self._engine.sessions[session.id]
+        session.drop_kv()
+
+    def _moved(self, session: Session) -> None:
+        self._engine.memory.changed(session)
+        for realm, limit in session.realms.items():
+            self.prefixes.move(realm, session, session.tokens, min(session.stored, limit))
+
+    # ------------------------------------------------------------ fills begin
+
+    def begin(self, fill: Fill) -> None:
+        """Begins a fill with what others hold, now or when the one that computes its beginning has done so.
+
+        Raises `Capacity` when it doesn't fit the budget, and nothing has changed.
+        """
+        memory, found = self._engine.memory, self._lender(fill)
+        ahead = self._ahead(fill, found[1] if found else 0)
+        if ahead is not None:
+            memory.admit_fill(fill, hoped=ahead.until)
+            fill.hoped = ahead.until
+            self._engine.requests[fill.rid] = fill
+            self._waiting[fill.rid] = ahead
+            return
+        loan = None
+        if found is not None and not self._copies(found[0]):
+            loan = self._loan(fill, *found)  # takes nothing, so that less has to be admitted
+        if fill.computes or fill.change.tokens:
+            memory.admit_fill(fill, loan)
+        if found is not None:
+            fill.borrow(loan or self._loan(fill, *found))
+        if found is not None and fill.done:
+            self._end(fill)
+        else:
+            self._engine.filling.begin(fill)
+
+    def _end(self, fill: Fill) -> None:
+        fill.started_ms = self._engine.clock_ms()
+        try:
+            fill.end()
+        except Exception as error:
+            self._engine.fail(fill.rid, error, self._engine.journal(fill.session, 0))
+
+    def turn(self) -> None:
+        """Once a turn of the loop: waiting fills begin when what they wait for is there, or won't be."""
+        if not self._waiting:
+            return
+        due = (waiting.fill for waiting in self._waiting.values() if not self._waits(waiting))
+        for fill in list(islice(due, RELEASED_PER_TURN)):
+            del self._waiting[fill.rid], self._engine.requests[fill.rid]
+            fill.hoped = 0
+            if fill.cancelled:
+                self._engine.filling.begin(fill)  # which ends it
+                continue
+            try:
+                self.begin(fill)
+            except Exception as error:
+                if fill.opens:
+                    self.leave(fill.session)
+                self._engine.fail(fill.rid, error, self._engine.journal(fill.session, fill.session.length))
+
+    def _waits(self, waiting: _Waiting) -> bool:
+        leader, session = waiting.leader, waiting.leader.session
+        going = self._engine.requests.get(leader.rid) is leader
+        return (
+            going and not waiting.fill.cancelled and not (leader.applied and session.stored >= waiting.until)
+        )
+
+    def _ahead(self, fill: Fill, lent: int) -> _Waiting | None:
+        """The fill under way that computes the most of what this one needs, and no other session has yet."""
+        best: _Waiting | None = None
+        most = max(fill.change.kv_keep, lent) + SHARE_MIN - 1
+        for leader in islice(self._under_way(fill), LEADERS_TRIED):
+            limit = min(fill.change.length, leader.change.length, _limit(fill.session, leader.session)) - 1
+            if limit > most:
+                until = min(common_prefix(leader.tokens, fill.tokens), limit)
+                if until > most and not (leader.applied and leader.session.stored >= until):
+                    best, most = _Waiting(fill, leader, until), until
+        return best
+
+    def _under_way(self, fill: Fill) -> Iterator[Fill]:
+        for other in self._engine.requests.values():
+            if not isinstance(other, Fill) or other.rid in self._waiting or other.cancelled:
+                continue
+            # Nobody waits for what gives way to it.
+            if other.session is not fill.session and other.session.background <= fill.session.background:
+                yield other
+
+    # ------------------------------------------------------------ lending
+
+    def _lender(self, fill: Fill) -> tuple[Session, int] | None:
+        """The session that can lend the most of a fill's tokens, and how many."""
+        tokens, session = fill.tokens, fill.session
+        best: Session | None = None
+        most = fill.change.kv_keep + SHARE_MIN - 1
+        for realm, limit in session.realms.items():
+            length = min(len(tokens) - 1, limit)
+            if length <= most:
+                continue
+            for common, lender in islice(self.prefixes.matches(realm, tokens, length), LENDERS_TRIED):
+                if common <= most:
+                    break
+                reach = 0 if lender is session else self._reach(lender, common)
+                if reach > most:
+                    best, most = lender, reach
+        return None if best is None else (best, most)
+
+    def _reach(self, lender: Session, length: int) -> int:
+        cache, row = self._engine.memory.place(lender)
+        if cache is None or any(store.in_round for store in cache.stores):
+            return 0
+        return reachable(cache, row, lender.trail, length)
+
+    def _copies(self, lender: Session) -> bool:
+        """It can't lend without a copy."""
+        cache, _ = self._engine.memory.place(lender)
+        return cache is None or cache.rows > 1 or not _shares(lender.served)
+
+    def _loan(self, fill: Fill, lender: Session, length: int) -> Session:
+        """KV of the fill's first tokens, in a session that nobody knows."""
+        if lender.tokens[:length] != fill.tokens[:length]:
+            raise AssertionError("the index of prefixes names a session of other tokens")
+        cache, row = self._engine.memory.place(lender)
+        assert cache is not None
+        loan = Session("", lender.served, trail=lender.trail.copy())
+        loan.cache = cache if cache.rows == 1 else cache.extract_row(row)
+        if cache.rows == 1 or _shares(lender.served):
+            loan.cache = self.branched(lender.served, loan.cache)
+        loan.go_back(length)
+        self._engine.memory.changed(lender)
+        if all(request.session is not lender for request in self._engine.requests.values()):
+            # What was its own is shared now; who has a request tells with its next answer.
+            self._engine.emit(Journals([self._engine.journal(lender, lender.length)]))
+        return loan
+
+    def branched(self, served: Served, cache: SessionCache) -> SessionCache:
+        """A lone row's twin: it shares what it can, where the model's reads allow it, else it is a copy."""
+        return cache.branch(self._engine.shared_min) if _shares(served) else cache.fork()
+
+
+def _shares(served: Served) -> bool:
+    return served.caps.fork == "shared"
+
+
+def _limit(one: Session, other: Session) -> int:
+    """How many tokens the two may share."""
+    limits = (
+        min(one.realms[realm], other.realms[realm]) for realm in one.realms.keys() & other.realms.keys()
+    )
+    return max(limits, default=0)
