@@ -17,19 +17,20 @@ from stateroom.caches.session import Model, SessionCache
 from stateroom.daemon.scheduler.packing import Costs
 
 ROWS, TOKENS = 3, 512  # of each trial; a model of 128 kB a token holds 0.5 GB meanwhile
-TRIAL_S = 1.0
+TRIAL_S = 2.0
 ROUNDS_MOST = 8
 NOISE = 0.03  # of a step: what is faster by less isn't
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Milliseconds of a step of `ROWS` rows of `TOKENS` tokens, or one; and of merging so many bytes."""
+    """Milliseconds of a step of `ROWS` rows of `TOKENS` tokens, and of merging so many bytes."""
 
     apart: float
     together: float
-    over_trunk: float
-    short: float  # of one token, apart
+    trunk_apart: float  # all tokens in one trunk
+    trunk_together: float
+    short: float  # apart, of one token
     merge: float
     merged_bytes: int
 
@@ -38,11 +39,12 @@ class Trial:
         part_ms = (self.apart - self.together) / (ROWS - 1)
         faster = self.apart - self.together > NOISE * self.apart
         column_ms = max(self.apart - self.short, 0.0) / (ROWS * (TOKENS - 1))
-        saved_ms = (self.together - self.over_trunk) / ((ROWS - 1) * TOKENS)
+        # What reading in two pieces costs is paid by rows over a trunk either way.
+        saved_ms = (self.trunk_apart - self.trunk_together) / (ROWS - 1) - part_ms
         return Costs(
             part_ms=part_ms if faster else min(part_ms, 0.0),
             column_ms=column_ms,
-            beside_ms=max(column_ms - max(saved_ms, 0.0), 0.0),
+            beside_ms=max(column_ms - max(saved_ms, 0.0) / TOKENS, 0.0),
             byte_ms=self.merge / max(self.merged_bytes, 1),
         )
 
@@ -53,14 +55,11 @@ def measured(model: Model, sample: SessionCache, clock_s: Callable[[], float] = 
     began_s = clock_s()
     merged = SessionCache.merge_rows(rows)
     merge_ms = (clock_s() - began_s) * 1000.0
-    trunk = rows[0].fork()
-    branches = [trunk, *(trunk.branch(shared_min=1) for _ in rows[1:])]
-    groups = [
-        Group(rows),
-        Group([merged]),
-        Group([SessionCache.merge_rows(branches)]),
-        Group([_blank(sample, 1) for _ in rows]),
-    ]
+    parent = rows[0].fork()
+    branches = [parent, *(parent.branch(shared_min=1) for _ in rows[1:])]
+    over_trunk = SessionCache.merge_rows(branches)
+    single = [_blank(sample, 1) for _ in rows]
+    groups = [Group(parts) for parts in (rows, [merged], branches, [over_trunk], single)]
     tokens = mx.zeros((ROWS, 1), dtype=mx.uint32)
     least_ms = [math.inf] * len(groups)
     end_s = clock_s() + TRIAL_S
@@ -71,8 +70,9 @@ def measured(model: Model, sample: SessionCache, clock_s: Callable[[], float] = 
             least_ms[i] = min(least_ms[i], (clock_s() - began_s) * 1000.0)
         if clock_s() > end_s:
             break
-    apart, together, over_trunk, short = least_ms
-    return Trial(apart, together, over_trunk, short, merge_ms, merged.nbytes_live).costs()
+    apart, together, trunk_apart, trunk_together, short = least_ms
+    trial = Trial(apart, together, trunk_apart, trunk_together, short, merge_ms, merged.nbytes_live)
+    return trial.costs()
 
 
 def _blank(sample: SessionCache, tokens: int) -> SessionCache:
