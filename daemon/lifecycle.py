@@ -10,6 +10,7 @@ takes nothing, and no table of sessions knows of it.)
                                           │CLOSE         sync starts next)   │
                                           ▼                                  │
                           RUNNING ─CLOSE► ENDING ────────────────────────────┘
+    REPLACING, ENDING ──RELEASE──► RUNNING: what waited went away
 
 An entry that is missing is a bug of ours (`IllegalEvent`), never something a client can cause.
 """
@@ -36,7 +37,7 @@ class SessionEvent(Enum):
     REFUSED = "refused"  # its `open` or `fork` ended with an error
     START = "start"
     SUPERSEDE = "supersede"
-    RELEASE = "release"  # the `sync` that waited went away
+    RELEASE = "release"  # the `sync` or `close` that waited went away
     CLOSE = "close"
     END = "end"  # the running request, or the close, got its final answer
 
@@ -92,7 +93,7 @@ SESSIONS: dict[SessionState, dict[SessionEvent, SessionState]] = {
         SessionEvent.RELEASE: S.RUNNING,
         SessionEvent.CLOSE: S.ENDING,
     },
-    S.ENDING: {SessionEvent.END: S.CLOSING},
+    S.ENDING: {SessionEvent.END: S.CLOSING, SessionEvent.RELEASE: S.RUNNING},
     S.CLOSING: {SessionEvent.END: S.CLOSED},
     S.CLOSED: {},
 }

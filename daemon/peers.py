@@ -69,7 +69,7 @@ class Peers:
         self._transmit = transmit
         self._on_gone, self._on_waiting = on_gone, on_waiting
         self._peers: dict[bytes, Peer] = {}
-        self._waiting: set[Peer] = set()  # those with something in the outbox
+        self._waiting: dict[Peer, None] = {}  # with something in the outbox, in the order they came to it
         self._leaving: list[Peer] = []  # connection closed, but messages of theirs may still be unread
 
     def __len__(self) -> int:
@@ -108,7 +108,7 @@ class Peers:
                 return False
             peer.outbox.append(frames)
             peer.outbox_bytes += sum(len(frame) for frame in frames)
-            self._waiting.add(peer)
+            self._waiting[peer] = None
             self._on_waiting()
         return True
 
@@ -124,7 +124,7 @@ class Peers:
                     break
                 peer.outbox_bytes -= sum(len(frame) for frame in peer.outbox.popleft())
             if not peer.outbox:
-                self._waiting.discard(peer)
+                self._waiting.pop(peer, None)
 
     def lost(self, descriptor: int) -> None:
         """The connection with this descriptor closed. Its last messages are still heard, until `bury`."""
@@ -148,4 +148,4 @@ class Peers:
         peer.gone = True
         peer.outbox.clear()
         peer.outbox_bytes = 0
-        self._waiting.discard(peer)
+        self._waiting.pop(peer, None)

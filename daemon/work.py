@@ -338,8 +338,7 @@ class Work:
                 self.cancel(ticket)
             elif session is not None and session.held == ticket.rid:
                 session.held = None
-                if session.state is SessionState.REPLACING:
-                    session.advance(SessionEvent.RELEASE)
+                session.advance(SessionEvent.RELEASE)
                 self._tickets.reply(ticket, error)
             else:
                 self._unqueue(ticket)
