@@ -1,0 +1,87 @@
+"""A snapshot in one file that people can carry, with what it shares in it. No mlx.
+
+    stateroom-snapshot\\n, 8 bytes: length of the manifest (little endian), the manifest, and then each of its
+    files in the order that it tells: tokens, chat, tail, runs. Nothing follows.
+
+There are no names in it, so that nothing in it can be taken for a path.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from typing import BinaryIO
+
+from stateroom.caches.snapshots import manifest
+from stateroom.caches.snapshots.library import (
+    CHAT,
+    ID_BYTES,
+    TAIL,
+    TOKENS,
+    Files,
+    Library,
+    by_digest,
+    wrong_with,
+)
+from stateroom.caches.snapshots.manifest import MANIFEST_BYTES_MAX, About, Manifest, Part
+from stateroom.caches.snapshots.refusals import Corrupt
+from stateroom.caches.snapshots.tensors import Buffer, Told, file_bytes, wrong_in
+
+MAGIC = b"stateroom-snapshot\n"
+SIZE_BYTES = 8
+
+
+def export(library: Library, snapshot: str, to: BinaryIO) -> int:
+    """Writes it, each file checked before it is; gives the bytes written. Any thread.
+
+    Raises `Missing`, `Corrupt`, `Mismatch` for another format. What `to` has got then is of no use.
+    """
+    found = library.manifest(snapshot)
+    head = manifest.encode(replace(found, replaces=None))
+    written = to.write(MAGIC + len(head).to_bytes(SIZE_BYTES, "little") + head)
+    for file, as_told in library.files(found):
+        written += to.write(library.checked(file, as_told))
+    return written
+
+
+def take_in(library: Library, carried: BinaryIO, about: About, file: str = "the file") -> Manifest:
+    """A new snapshot from a file, under a new id. `carried` must be seekable; `file`: how errors call it.
+
+    Raises `Corrupt` for what isn't such a file from its first byte to its last, `Mismatch` for another
+    format, and what `Library.write` raises; whose model it is of is asked when it is restored.
+    """
+    found = _manifest(carried, file)
+    told: list[Part | tuple[Told, ...]] = [found.tokens, found.chat, found.tail]
+    told += [run.tensors for run in by_digest(found).values()]
+    sizes = [part.nbytes if isinstance(part, Part) else file_bytes(part) for part in told]
+    start = carried.tell()
+    end = carried.seek(0, 2)
+    if end - start != sum(sizes):
+        raise Corrupt(file, f"has {end - start} bytes behind its manifest, not {sum(sizes)}")
+    carried.seek(start)
+    contents: list[Buffer] = []
+    for size, part in zip(sizes, told, strict=True):
+        content = carried.read(size)
+        wrong = wrong_with(content, part) if isinstance(part, Part) else wrong_in(content, part)
+        if wrong:
+            raise Corrupt(file, wrong)
+        contents.append(content)
+    made = replace(found, id=secrets.token_hex(ID_BYTES), about=about, replaces=None)
+    own: Files = {name: [content] for name, content in zip((TOKENS, CHAT, TAIL), contents, strict=False)}
+    shared: dict[str, list[Buffer] | None] = {
+        run: [content] for run, content in zip(by_digest(made), contents[3:], strict=True)
+    }
+    library.add(made, own, shared)
+    return made
+
+
+def _manifest(carried: BinaryIO, file: str) -> Manifest:
+    if carried.read(len(MAGIC)) != MAGIC:
+        raise Corrupt(file, "is no snapshot")
+    size = int.from_bytes(carried.read(SIZE_BYTES), "little")
+    if size > MANIFEST_BYTES_MAX:
+        raise Corrupt(file, f"tells of a manifest of {size} bytes")
+    head = carried.read(size)
+    if len(head) != size:
+        raise Corrupt(file, "ends in its manifest")
+    return manifest.decode(head, file)
