@@ -85,6 +85,11 @@ class Tally:
         read = padded + sum(length for _, length in self.views)
         return (padded - self.own) / read if read else 0.0
 
+    @property
+    def leaves(self) -> float:
+        """Bytes that move as its rows leave, one after another: each time those of the rows that stay."""
+        return self.nbytes * (self.rows - 1) / 2
+
     def step_ms(self, costs: Costs) -> float:
         """What the part costs a step."""
         trunks_ms = sum(
@@ -96,12 +101,12 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A part to be had. `moved`: bytes that are moved to make it; `steps`: for which it has rows."""
+    """A part to be had. `steps`: for which it has rows; `moved`: bytes, to make it and until it ends."""
 
     part: Part
     tally: Tally
     steps: int
-    moved: int
+    moved: float
 
 
 def partition(rows: Sequence[Row], present: Sequence[Sequence[int]], costs: Costs) -> list[Part]:
@@ -117,8 +122,8 @@ def partition(rows: Sequence[Row], present: Sequence[Sequence[int]], costs: Cost
             trunks = {rows[i].trunk for i in part}
             over = next((trunk for trunk in trunks if len(trunks) == 1 and seen[trunk] > 1), None)
             tally = Tally.of([rows[i] for i in part])
-            moved = tally.nbytes if 1 < len(part) < len(held) else 0
-            planned = _Planned(part, tally, max(rows[i].steps for i in part), moved)
+            made = tally.nbytes if 1 < len(part) < len(held) else 0
+            planned = _Planned(part, tally, max(rows[i].steps for i in part), made + tally.leaves)
             buckets[rows[part[0]].kind, over].append(planned)
     for (_, over), parts in buckets.items():
         pays = over is not None or costs.part_ms > 0.0
@@ -161,7 +166,8 @@ def _packed(parts: list[_Planned], costs: Costs) -> list[_Planned]:
             return parts
         some = parts[start:end]
         part = tuple(sorted(i for planned in some for i in planned.part))
-        parts[start:end] = [_Planned(part, tally, max(planned.steps for planned in some), tally.nbytes)]
+        steps = max(planned.steps for planned in some)
+        parts[start:end] = [_Planned(part, tally, steps, tally.nbytes + tally.leaves)]
 
 
 def _gains(parts: Sequence[_Planned], costs: Costs) -> Iterator[tuple[float, int, int, Tally]]:
@@ -175,5 +181,5 @@ def _gains(parts: Sequence[_Planned], costs: Costs) -> Iterator[tuple[float, int
                 break  # those behind are shorter
             apart_ms, moved = apart_ms + planned.tally.step_ms(costs), moved + planned.moved
             most, second = max(most, planned.steps), max(min(most, planned.steps), second)
-            gain_ms = (apart_ms - tally.step_ms(costs)) * second - (tally.nbytes - moved) * costs.byte_ms
-            yield gain_ms, start, end, tally
+            moves_ms = (tally.nbytes + tally.leaves - moved) * costs.byte_ms
+            yield (apart_ms - tally.step_ms(costs)) * second - moves_ms, start, end, tally
