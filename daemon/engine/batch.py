@@ -19,20 +19,18 @@ import mlx.core as mx
 from mlx import nn
 
 from stateroom.caches.group import Group
+from stateroom.caches.layout import CAPACITY_STEP, capacity_for
 from stateroom.caches.session import SessionCache
-from stateroom.daemon.engine.sampling import Drawn, sample
+from stateroom.daemon.engine.flight import Flight
+from stateroom.daemon.engine.sampling import sample
+from stateroom.daemon.engine.speculation import verify
+from stateroom.daemon.engine.speculation.depth import WIDTHS
+from stateroom.daemon.engine.speculation.lookup import Draft
+from stateroom.daemon.engine.speculation.rounds import Rounds
 from stateroom.daemon.engine.stream import Stream
 from stateroom.daemon.scheduler import packing
 
 STEPS_LEAST = 16  # that a row is expected to stay; later on as many as it has stayed, up to what it may draw
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A launched step: whose draws it holds, in the order of its rows."""
-
-    members: tuple[Stream, ...]
-    drawn: Drawn
 
 
 @dataclass(slots=True, eq=False)
@@ -137,13 +135,18 @@ class Batch:
 
     # ------------------------------------------------------------ a step
 
-    def launch(self) -> None:
+    def launch(self, rounds: Rounds, now_ms: float) -> None:
         """Starts the next step for those who may draw; the others' rows leave first."""
         self.leave([stream for stream in self.members if not stream.may_draw])
         # Until it is read, it is told in `landing` whose draws are out, should the launch fail.
         previous = self.landing = self.flight
         self.flight = None
         if not self.members:
+            return
+        guesses = self._guesses(rounds) if previous is None else []
+        self._steps += 1
+        if guesses:
+            self.flight = self._round(guesses, now_ms)
             return
         places = {}
         if previous is not None:
@@ -153,8 +156,7 @@ class Batch:
         drawn = sample(logits, [stream.row(last) for stream, last in zip(self.members, lasts, strict=True)])
         for stream in self.members:
             stream.launched += 1
-        self._steps += 1
-        self.flight = Flight(tuple(self.members), drawn)
+        self.flight = Flight(tuple(self.members), drawn, now_ms)
         if self.lookahead:
             mx.async_eval(drawn.arrays())
         else:
@@ -180,6 +182,61 @@ class Batch:
         drawn = mx.concatenate([previous.drawn.tokens, tokens]) if fresh else previous.drawn.tokens
         order = mx.array([(places | known)[stream] for stream in self.members], dtype=mx.int32)
         return drawn[order][:, None]
+
+    # ------------------------------------------------------------ rounds
+
+    @property
+    def in_round(self) -> bool:
+        """The step in flight verifies guesses."""
+        return self.flight is not None and bool(self.flight.guesses)
+
+    def wants_round(self, rounds: Rounds) -> bool:
+        """Guesses would pay, as far as is known before the step in flight is read."""
+        return self.in_round or bool(self._guesses(rounds))
+
+    def _guesses(self, rounds: Rounds) -> list[Draft]:
+        """What to feed behind each row's pending token; [] for a plain step."""
+        if not any(stream.guesser is not None for stream in self.members) or not self.cache.speculative:
+            return []
+        doubting = [stream for stream in self.members if stream.doubts]
+        for stream in doubting:
+            stream.doubts = False
+        return [] if doubting else rounds.plan(self.members, self._widest())
+
+    def _widest(self) -> int:
+        """Tokens that each row can take at once: up to its context's end, and to where it is quantised."""
+        room = min(stream.context - stream.session.length for stream in self.members)
+        dense = min(part.tokens_left_dense for part in self.cache.parts)
+        widest = max(min(room, dense, WIDTHS[-1]), 1)
+        # Of what a step needs the bytes were promised, but not of guesses for which planes must grow.
+        granted = min(capacity_for(columns + 1) - columns for columns in self.cache.columns)
+        if granted < widest:
+            each = CAPACITY_STEP * max(part.bytes_per_token for part in self.cache.parts)
+            if not self.has_room(int(each * len(self.members))):
+                return granted
+        return widest
+
+    def _round(self, guesses: list[Draft], now_ms: float) -> Flight:
+        """Feeds every row its pending token and guesses; `end_round` takes back what wasn't drawn."""
+        drafts = [draft.tokens for draft in guesses]
+        rows = [
+            verify.rows_after(stream.row(None), draft, stream.penalised)
+            for stream, draft in zip(self.members, drafts, strict=True)
+        ]
+        pending = [stream.session.tokens[-1] for stream in self.members]
+        self.cache.spec_round_begin()
+        logits = self.cache.forward(self.model, verify.inputs(pending, drafts))
+        draws = verify.draw(logits, rows)
+        for stream in self.members:
+            stream.launched += 1
+        mx.async_eval(draws.arrays())
+        return Flight(tuple(self.members), draws, now_ms, tuple(guesses))
+
+    def end_round(self, taken: Sequence[int]) -> None:
+        """Each row keeps the KV of so many tokens of the round that was read: of all but its pending one."""
+        self.cache.spec_round_rollback(taken)
+        for stream in self.members:
+            stream.launched = len(stream.drawn)
 
 
 def _facts(part: SessionCache, row: int, stream: Stream) -> packing.Row:

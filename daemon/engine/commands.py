@@ -205,8 +205,11 @@ class Commands:
 
     def _decode(self, command: Command, request: p.Decode) -> None:
         session = self._idle_session(command)
-        if request.speculate is not None:
-            raise Unsupported("Speculation is not served yet.", field="speculate")
+        if request.speculate is not None and not session.served.caps.speculative:
+            raise Unsupported(
+                "This model has layers that can't take back single tokens, so guesses can't be verified.",
+                field="speculate",
+            )
         if request.grammar is not None:
             raise Unsupported("Grammars are not served yet.", field="grammar")
         if not session.tokens:
@@ -236,6 +239,7 @@ class Commands:
                     received_ms=received,
                     started_ms=started_ms,
                     prefilled=computed + 1,
+                    guesser=self.engine.decoding.guessers.of(session) if request.speculate else None,
                 )
             )
 
@@ -272,6 +276,7 @@ class Commands:
                 mx.async_eval(child.cache.arrays())
             child.chat = child.chat_told = list(session.chat)
             child.origin = "fork"
+            child.replaced = session.replaced
             child.quantised_told = session.quantised_told
             children.append(child)
         for child in children:
@@ -332,5 +337,6 @@ class Commands:
     def _close(self, command: Command, request: p.Close) -> None:
         session = self._idle_session(command)
         freed = self.engine.memory.told(session).private
+        self.engine.decoding.guessers.forget(session)
         self.engine.sharing.leave(session)
         self.engine.answer(command.rid, p.CloseResult(freed_bytes=freed))

@@ -7,14 +7,15 @@ step before is read and told.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
-
-import mlx.core as mx
+from typing import TYPE_CHECKING
 
 from stateroom.caches.session import SessionCache
 from stateroom.client.errors import Numeric
-from stateroom.daemon.engine.batch import Batch, Flight
+from stateroom.daemon.engine.batch import Batch
+from stateroom.daemon.engine.flight import Flight, Landed
 from stateroom.daemon.engine.session import Session
+from stateroom.daemon.engine.speculation.guesser import Guessers
+from stateroom.daemon.engine.speculation.rounds import Rounds
 from stateroom.daemon.engine.stream import Stream
 from stateroom.daemon.scheduler.packing import Costs
 
@@ -33,6 +34,10 @@ class Decoding:
         self.batches: list[Batch] = []
         self.tokens = 0  # drawn since the start
         self.steps = 0
+        self.rounds = Rounds()
+        self.guessers = Guessers()
+        self._landed_ms = 0.0  # when the last step was read
+        self._prefilled = 0  # tokens until then
 
     @property
     def rows(self) -> int:
@@ -87,6 +92,8 @@ class Decoding:
             groups.setdefault(id(batch), (batch, []))[1].append(stream)
         for batch, streams in groups.values():
             try:
+                if batch.in_round:  # its rows can't move until it is known what stays of them
+                    self._land(batch)
                 batch.join(streams)
             except Exception as error:
                 if any(stream in batch.members for stream in streams):
@@ -111,7 +118,9 @@ class Decoding:
         return self._engine.memory.has_room(int(padding * cache.bytes_per_token))
 
     def _step(self, batch: Batch) -> None:
-        if batch.lookahead:
+        if batch.flight is None:
+            self._launch(batch)
+        elif batch.lookahead and not batch.wants_round(self.rounds):
             flight = batch.flight
             self._launch(batch)
             self._publish(batch, flight)
@@ -126,7 +135,7 @@ class Decoding:
                 batch.arrange()
             except Exception as error:  # they go on as they stand
                 self._engine.report(error)
-        batch.launch()
+        batch.launch(self.rounds, self._engine.clock_ms())
 
     def _land(self, batch: Batch) -> None:
         """Ends the step in flight before another is launched."""
@@ -138,26 +147,24 @@ class Decoding:
         if flight is None:
             return
         batch.landing = flight
-        mx.eval(flight.drawn.arrays())
-        tokens = cast("list[int]", flight.drawn.tokens.tolist())
-        finite = flight.drawn.read_finite()
-        logprobs = flight.drawn.read_logprobs()
+        landed = flight.read()
+        self._measure(flight)
         self.steps += 1
         ended = []
-        for row, stream in enumerate(flight.members):
+        taken = []
+        for stream, brought in zip(flight.members, landed, strict=True):
             if stream.has_ended():
                 continue  # it ended a step ago; this draw was one too many
-            if not finite[row]:
-                stream.finish = "cancelled"
-                ended.append((stream, True))
-                continue
-            keep = stream.session.length
-            event = stream.take(tokens[row], logprobs.get(row))
-            self.tokens += 1
-            if stream.request.stream:
-                self._engine.answer(stream.rid, event, self._engine.journal(stream.session, keep))
+            taken.append(self._take(stream, brought))
             if stream.has_ended():
                 ended.append((stream, False))
+            elif not brought.finite and brought.draft.tokens:
+                stream.doubts = True
+            elif not brought.finite:
+                stream.finish = "cancelled"
+                ended.append((stream, True))
+        if flight.guesses:
+            batch.end_round(taken)
         batch.leave([stream for stream, _ in ended if stream in batch.members])
         for stream, numeric in ended:
             if numeric:
@@ -170,6 +177,23 @@ class Decoding:
         if batch.cache.checkpointed:
             for stream, place in zip(batch.members, batch.cache.places(), strict=True):
                 self._engine.memory.mark(stream.session, *place)
+
+    def _take(self, stream: Stream, brought: Landed) -> int:
+        """Tells what was drawn for a row; how many tokens its session took."""
+        before = stream.session.length
+        event = stream.take(brought.tokens, brought.logprobs, brought.draft)
+        self.tokens += len(event.tokens)
+        if stream.request.stream and event.tokens:
+            self._engine.answer(stream.rid, event, self._engine.journal(stream.session, before))
+        return len(event.tokens)
+
+    def _measure(self, flight: Flight) -> None:
+        """Steps and quanta take turns on the device: what lies between two ends is the second one's."""
+        now_ms, prefilled = self._engine.clock_ms(), self._engine.filling.tokens
+        if prefilled == self._prefilled:
+            began_ms = max(self._landed_ms, flight.launched_ms)
+            self.rounds.costs.measured(len(flight.members), flight.width, now_ms - began_ms)
+        self._landed_ms, self._prefilled = now_ms, prefilled
 
     def _finish_stream(self, stream: Stream) -> None:
         self._close_stream(stream)

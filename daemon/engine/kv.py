@@ -113,7 +113,7 @@ class Schemes:
             trim_floor=0,
             fork="shared" if self._shares else "copy",
             batch=self.batchable or self.groupable,
-            speculative=False,
+            speculative=not blueprint.states,
             kv=[KindCaps(kind=k.kind, scheme=k.scheme, layers=k.layers) for k in blueprint.kinds],
             bytes_per_token=samples[0].bytes_per_token,
         )

@@ -141,7 +141,7 @@ class Memory:
         for batch in self._engine.decoding.batches:
             for row, stream in enumerate(batch.members):
                 if stream.session is session:
-                    return batch.cache, row
+                    return batch.cache.place(row)
         return None, 0
 
     # ------------------------------------------------------------ checkpoints

@@ -17,7 +17,11 @@ from stateroom.caches.checkpoints import Trail
 from stateroom.caches.session import SessionCache
 from stateroom.client.protocol import Source
 from stateroom.daemon.engine.kv import Served
+from stateroom.daemon.engine.speculation.guesser import Guesser
+from stateroom.daemon.engine.speculation.lookup import GRAM_MAX
 from stateroom.daemon.link import ChatTurn
+
+REPLACED_MAX = 4_096  # tokens that the last cut dropped, kept to guess from
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +37,8 @@ class Session:
     _stored: int = 0
     trail: Trail = field(default_factory=Trail)
     lent: bool = False
+    replaced: list[int] = field(default_factory=list)  # what the last cut dropped, and what stood before it
+    guesser: Guesser | None = None  # while it speculates, and for a while afterwards
     origin: Source = "session"  # "fork" until the first operation after a fork
     # With whom it may share: in each realm the sessions that have tokens in common, up to so many of them.
     realms: dict[Hashable, int] = field(default_factory=dict)
@@ -65,6 +71,15 @@ class Session:
     def kv_bytes(self) -> int:
         """What its rows take; checkpoints, which forks share, come on top."""
         return self.cache.nbytes_capacity if self.cache is not None else 0
+
+    def cut(self, length: int) -> None:
+        """Tokens beyond `length` go; the next version of a text is much like the one before."""
+        if length >= len(self.tokens):
+            return
+        if self.guesser is not None:
+            self.guesser.cut(self.tokens, length)
+        self.replaced = self.tokens[max(length - GRAM_MAX, 0) : length + REPLACED_MAX]
+        del self.tokens[length:]
 
     def drop_kv(self) -> None:
         self.cache = None
@@ -173,7 +188,7 @@ def apply(session: Session, change: Change) -> None:
     """Carries a plan out: back to where the plan found that every layer can go exactly."""
     if change.kv_keep < session.stored or not change.kv_keep:
         session.go_back(change.kv_keep)
-    del session.tokens[change.keep :]
+    session.cut(change.keep)
     session.tokens.extend(change.tokens)
     session.chat = chat_within(session.chat, change.keep)
 

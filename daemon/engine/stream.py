@@ -6,6 +6,7 @@ step may have been launched; `Batch` takes care that KV and tokens agree again w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -13,6 +14,9 @@ import mlx.core as mx
 from stateroom.client.protocol import Decode, DecodeResult, Finish, Sampling, TokenEvent, TokenLogprob, Usage
 from stateroom.daemon.engine.sampling import Row, has_penalty
 from stateroom.daemon.engine.session import Session
+from stateroom.daemon.engine.speculation.depth import GUESSES_DEFAULT
+from stateroom.daemon.engine.speculation.guesser import Guesser
+from stateroom.daemon.engine.speculation.lookup import NOTHING, Draft
 from stateroom.daemon.engine.text import Detokenizer, StopStrings, Tokenizer
 
 DETOKENIZER_CONTEXT = 8  # tokens before the first drawn one; enough for spacing and a split character
@@ -42,6 +46,11 @@ class Stream:
     finish: Finish | None = None
     cancelled: bool = False
     penalised: bool = False
+    guesser: Guesser | None = None  # it speculates
+    guesses_most: int = 0  # of one round
+    doubts: bool = False  # a round had no numbers, maybe for a guess that was wrong: a plain step tells
+    drafted: int = 0
+    accepted: int = 0
 
     @classmethod
     def begin(
@@ -57,6 +66,7 @@ class Stream:
         received_ms: float,
         started_ms: float,
         prefilled: int,
+        guesser: Guesser | None = None,
     ) -> Stream:
         sampling = request.sampling or Sampling()
         stop_tokens = frozenset(request.stop_tokens or ())
@@ -75,6 +85,8 @@ class Stream:
             started_ms=started_ms,
             prefilled=prefilled,
             penalised=has_penalty(sampling),
+            guesser=guesser,
+            guesses_most=(request.speculate and request.speculate.max_draft) or GUESSES_DEFAULT,
         )
 
     @property
@@ -110,8 +122,41 @@ class Stream:
             logprobs=self.request.logprobs,
         )
 
-    def take(self, token: int, logprob: TokenLogprob | None) -> TokenEvent:
-        """Takes one drawn token into the session; sets `finish` when it was the last."""
+    def guess(self, most: int) -> Draft:
+        """Guesses at the next tokens, all of which and one more it may still draw."""
+        if self.guesser is None:
+            return NOTHING
+        most = min(most, self.guesses_most, self.most - self.session.length - 1)
+        return self.guesser.guess(self.session.tokens, most)
+
+    def take(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None, draft: Draft = NOTHING
+    ) -> TokenEvent:
+        """Takes drawn tokens into the session, up to the one that is its last: then `finish` is set.
+
+        Of `draft`, which the pass verified, all of them but the last one were right.
+        """
+        first = len(self.drawn)
+        text = ""
+        for token in tokens:
+            text += self._taken(token)
+            if self.finish is not None:
+                break
+        taken = self.drawn[first:]
+        self.text.append(text)
+        if self.guesser is not None:
+            right = max(len(tokens) - 1, 0)
+            self.drafted += len(draft.tokens)
+            self.accepted += min(right, len(taken))
+            self.guesser.learn(draft, right, len(taken))
+        told = None
+        if logprobs is not None:
+            told = list(logprobs[: len(taken)])
+            self.logprobs += told
+        return TokenEvent(tokens=taken, text=text, logprobs=told)
+
+    def _taken(self, token: int) -> str:
+        """The text that can be told behind one more token."""
         self.session.tokens.append(token)
         self.drawn.append(token)
         if token in self.stop_tokens:
@@ -127,12 +172,7 @@ class Stream:
             self.finish = "stop"
         elif self.finish is not None:
             emitted += self.stops.finish()
-        self.text.append(emitted)
-        logprobs = None
-        if logprob is not None:
-            logprobs = [logprob]
-            self.logprobs.append(logprob)
-        return TokenEvent(tokens=[token], text=emitted, logprobs=logprobs)
+        return emitted
 
     def _ended(self, stopped: bool) -> Finish | None:
         if stopped:
@@ -154,6 +194,8 @@ class Stream:
             usage=Usage(
                 decoded=len(self.drawn),
                 prefilled=self.prefilled,
+                drafted=self.drafted,
+                accepted=self.accepted,
                 ms=round(now_ms - self.started_ms, 3),
                 queue_ms=round(self.started_ms - self.received_ms, 3),
             ),

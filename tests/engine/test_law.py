@@ -19,7 +19,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tests.engine.harness import Bench
+from tests.engine.harness import Bench, greedy
+from tests.engine.speculating import always, tell
 from tests.tiny import make_tiny_model
 
 from stateroom.client import protocol as p
@@ -51,7 +52,7 @@ class Operations(RuleBasedStateMachine):
         options: dict[str, object] = {"shared_min": self.shared_min}
         if self.alone:
             options["blas"] = BlasThreads(Recorded(), 2)
-        self.bench = Bench(self._loaded[model], **options)  # type: ignore[arg-type]
+        self.bench = always(Bench(self._loaded[model], **options))  # type: ignore[arg-type]
         self.ids: list[str] = []
         self.touched: set[str] = set()
 
@@ -87,15 +88,25 @@ class Operations(RuleBasedStateMachine):
         picks=st.lists(st.tuples(st.integers(0, 99), st.integers(1, 6), st.integers(0, 3)), max_size=4),
         temperature=st.sampled_from([0.0, 1.0]),
         cancel=st.none() | st.integers(0, 3),
+        guesses=st.none() | st.integers(1, 6),
     )
-    def decode(self, picks: list[tuple[int, int, int]], temperature: float, cancel: int | None) -> None:
-        """Several sessions at once, each joining some turns after the one before, one maybe cancelled."""
+    def decode(
+        self, picks: list[tuple[int, int, int]], temperature: float, cancel: int | None, guesses: int | None
+    ) -> None:
+        """Several sessions at once, each joining some turns after the one before, one maybe cancelled.
+
+        Every second one speculates, where its model can.
+        """
         started: dict[str, int] = {}
         for n, count, turns in picks:
             session = self.ids[n % len(self.ids)]
             if session in started or not self.bench.session(session).tokens or self.room(session) < count:
                 continue
             self.touched.add(session)
+            speculate = None
+            if guesses and n % 2 and self.bench.session(session).served.caps.speculative:
+                speculate = p.Speculate(kind="lookup", max_draft=guesses)
+                tell(self.bench, session, self.continued(session, count), wrong=0.3, seed=n)
             started[session] = self.bench.start(
                 p.Decode(
                     session=session,
@@ -103,6 +114,7 @@ class Operations(RuleBasedStateMachine):
                     sampling=p.Sampling(temperature=temperature, seed=n),
                     stop_tokens=[t for t in range(VOCAB) if t % 5 == 0],
                     ignore_eos=True,
+                    speculate=speculate,
                 )
             )
             for _ in range(turns):
@@ -118,6 +130,13 @@ class Operations(RuleBasedStateMachine):
                 t for e in self.bench.bodies[rid] if isinstance(e, p.TokenEvent) for t in e.tokens
             ]
             assert self.bench.session(session).tokens[body.length - len(body.tokens) :] == body.tokens
+
+    def continued(self, session: str, count: int) -> list[int]:
+        """What a greedy decode of dense KV would say; else any tokens."""
+        held = self.bench.session(session)
+        if held.served.blueprint.scheme.name != "dense":
+            return [token % VOCAB for token in range(count)]
+        return greedy(self.bench, held.tokens, count)
 
     @precondition(lambda self: self.ids)
     @rule(n=st.integers(0, 99), at=st.floats(0, 1), replay=st.booleans())

@@ -141,17 +141,19 @@ class TestChance:
         assert chance.value < 0.2
 
     def test_what_lost_is_tried_again_later_and_later(self) -> None:
-        chance = Chance(0.6)
+        chance, drawn = Chance(0.6), 0
         pauses = []
         for _ in range(8):
             for _ in range(20):
                 chance.learn(4, 0)
             assert chance.value < 0.1
-            passed = 0
-            while chance.value < 0.6:
-                chance.pass_over(1)
-                passed += 1
-            pauses.append(passed)
+            assert not chance.rests(drawn)
+            chance.lost(drawn)
+            before = drawn
+            while chance.rests(drawn):
+                drawn += 1
+            pauses.append(drawn - before)
+            assert chance.value == 0.6
         assert pauses[:3] == [RETRY_AFTER, 2 * RETRY_AFTER, 4 * RETRY_AFTER]
         assert max(pauses) == RETRY_MOST
         chance.learn(4, 4)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-DRAFT_DEFAULT = 16  # guesses of one round, where the request doesn't say
+GUESSES_DEFAULT = 16  # guesses of one round, where the request doesn't say
 WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 65)  # few, so that each is measured soon
 GAIN_MIN = 1.1  # times as fast as plain decoding, or it isn't worth giving up looking ahead
 SLOWER_MOST = 2.5  # times as long as a plain pass, while some row has nothing to guess
@@ -27,12 +27,17 @@ RETRY_MOST = 1_024
 
 @dataclass(slots=True)
 class Chance:
-    """How likely a guess of one kind is right, given that those before it were."""
+    """How likely a guess of one kind is right, given that those before it were.
+
+    Attributes:
+        until: how many tokens the session will have drawn when it is tried again; 0: it is in use.
+        pause: for how many tokens it rests the next time that it loses.
+    """
 
     prior: float
     right: float = 0.0
     guesses: float = 0.0
-    rest: int = 0  # tokens until it is tried again
+    until: int = 0
     pause: int = RETRY_AFTER
 
     @property
@@ -48,18 +53,21 @@ class Chance:
         if right == guessed:
             self.pause = RETRY_AFTER
 
-    def pass_over(self, tokens: int) -> None:
-        """It could have guessed, but would have lost; `tokens` were drawn meanwhile."""
-        if not self.rest:
-            self.rest = self.pause
-        self.rest = max(self.rest - tokens, 0)
-        if not self.rest:
-            self.pause = min(2 * self.pause, RETRY_MOST)
+    def rests(self, drawn: int) -> bool:
+        """Whether it lost, and not long ago. When its pause is over, what was learnt is forgotten."""
+        if self.until and drawn >= self.until:
+            self.until = 0
             self.right = self.guesses = 0.0
+        return self.until > 0
+
+    def lost(self, drawn: int) -> None:
+        """It doesn't pay, the session having drawn so many tokens."""
+        self.until = drawn + self.pause
+        self.pause = min(2 * self.pause, RETRY_MOST)
 
 
 class Chances:
-    """Of one session: by how many tokens matched (0: a model guessed)."""
+    """Of one kind of guess each: by how many tokens matched (0: a model guessed)."""
 
     def __init__(self) -> None:
         self._by_gram: dict[int, Chance] = {}

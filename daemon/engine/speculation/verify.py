@@ -13,7 +13,7 @@ Shapes: B rows, w columns (the pending token and up to w - 1 guesses), V vocabul
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -46,33 +46,20 @@ def rows_after(first: Row, guesses: Sequence[int], penalised: bool) -> list[Row]
     return rows
 
 
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """The draws of a round, not evaluated: of each row one more than it has guesses, side by side."""
-
-    drawn: Drawn
-    starts: tuple[int, ...]  # where each row's draws begin; and the end
-
-    def of(self, row: int) -> slice:
-        return slice(self.starts[row], self.starts[row + 1])
-
-
-def draw(logits: mx.array, rows: Sequence[Sequence[Row]]) -> Draws:
-    """Draws behind every token that was fed, but not behind padding.
+def draw(logits: mx.array, rows: Sequence[Sequence[Row]]) -> Drawn:
+    """Draws behind every token that was fed, but not behind padding: row after row, not evaluated.
 
     Args:
         logits: the model's, [B, w, V].
         rows: for each row its draws, `rows_after`.
     """
     width = logits.shape[1]
-    starts = [0]
-    for row in rows:
-        starts.append(starts[-1] + len(row))
+    draws = [draw for row in rows for draw in row]
     flat = logits.reshape(-1, logits.shape[2])
-    if starts[-1] < flat.shape[0]:
+    if len(draws) < flat.shape[0]:
         places = [at * width + column for at, row in enumerate(rows) for column in range(len(row))]
         flat = flat[mx.array(places, dtype=mx.uint32)]
-    return Draws(sample(flat, [draw for row in rows for draw in row]), tuple(starts))
+    return sample(flat, draws)
 
 
 def taken(drawn: Sequence[int], guesses: Sequence[int]) -> list[int]:
