@@ -18,7 +18,8 @@ from stateroom.client.protocol import KV, KindCaps, SessionClass, SessionInfo
 from stateroom.client.wire import to_wire
 from stateroom.daemon.clock import Clock
 from stateroom.daemon.lifecycle import SESSIONS, SessionEvent, SessionState, after
-from stateroom.daemon.link import ChatTurn, Journal
+from stateroom.daemon.link import ChatTurn, Journal, Part
+from stateroom.daemon.parts import Parts
 
 SESSION_ID_BYTES = 18  # 144 random bits: an id can't be guessed
 RETRY_AFTER_S = 1.0  # told to whoever meets the limit of sessions
@@ -41,10 +42,9 @@ class Session:
     state: SessionState = SessionState.OPENING
     tokens: array[int] = field(default_factory=lambda: array("I"))
     kv: KV | None = None  # as it was opened
-    private_bytes: int = 0
-    shared_bytes: int = 0
+    own_bytes: int = 0
     live_bytes: int = 0
-    capacity_bytes: int = 0
+    parts: list[Part] = field(default_factory=list)
     trim_floor: int = 0
     checkpoints: list[int] = field(default_factory=list)
     chat: list[ChatTurn] = field(default_factory=list)
@@ -66,36 +66,25 @@ class Session:
     def advance(self, event: SessionEvent) -> None:
         self.state = after(SESSIONS, self.state, event)
 
-    def journal(self, change: Journal) -> None:
-        if not 0 <= change.keep <= len(self.tokens):
-            raise AssertionError(f"a journal keeps {change.keep} of {len(self.tokens)} tokens")
-        del self.tokens[change.keep :]
-        self.tokens.extend(change.tokens)
-        self.private_bytes, self.shared_bytes = change.private_bytes, change.shared_bytes
-        self.live_bytes, self.capacity_bytes = change.live_bytes, change.capacity_bytes
-        if change.kinds is not None:
-            self.kinds = change.kinds
-        self.resident = change.resident
-        if change.trim_floor is not None:
-            self.trim_floor, self.checkpoints = change.trim_floor, change.checkpoints or []
-        if change.chat is not None:
-            self.chat = change.chat
-
-    def forget_engine(self) -> None:
-        """Its worker is gone: what remains is its tokens."""
-        self.generation, self.resident = NO_ENGINE, False
-        self.private_bytes = self.shared_bytes = self.live_bytes = self.capacity_bytes = self.trim_floor = 0
-        self.checkpoints = []
+    @property
+    def capacity_bytes(self) -> int:
+        """What is allocated for its tokens; checkpoints are not."""
+        return self.own_bytes + sum(part.bytes for part in self.parts if part.trunk)
 
 
 class Catalog:
-    """Sessions by id and by name. Names are unique per owner; ids belong to one owner."""
+    """Sessions by id and by name. Names are unique per owner; ids belong to one owner.
+
+    Attributes:
+        parts: what of their KV sessions share now.
+    """
 
     def __init__(self, clock: Clock, sessions_max: int = SESSIONS_MAX) -> None:
         self._clock = clock
         self._sessions_max = sessions_max
         self._sessions: dict[str, Session] = {}
         self._names: dict[tuple[str, str], Session] = {}
+        self.parts = Parts()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -168,9 +157,45 @@ class Catalog:
     def remove(self, session: Session) -> None:
         """Takes a closed session out; its name is free again."""
         assert session.state is SessionState.CLOSED
+        self._hold(session, [])
         del self._sessions[session.id]
         if session.name is not None:
             del self._names[session.owner, session.name]
+
+    # ------------------------------------------------------------ what workers tell
+
+    def journal(self, session: Session, change: Journal) -> None:
+        """Takes what changed in a session, as the worker of its `generation` tells it."""
+        if not 0 <= change.keep <= len(session.tokens):
+            raise AssertionError(f"a journal keeps {change.keep} of {len(session.tokens)} tokens")
+        del session.tokens[change.keep :]
+        session.tokens.extend(change.tokens)
+        session.own_bytes, session.live_bytes = change.private_bytes, change.live_bytes
+        if change.parts is not None:
+            self._hold(session, change.parts)
+        if change.kinds is not None:
+            session.kinds = change.kinds
+        session.resident = change.resident
+        if change.trim_floor is not None:
+            session.trim_floor, session.checkpoints = change.trim_floor, change.checkpoints or []
+        if change.chat is not None:
+            session.chat = change.chat
+
+    def forget_engine(self, session: Session) -> None:
+        """Its worker is gone: what remains is its tokens."""
+        self._hold(session, [])
+        session.generation, session.resident = NO_ENGINE, False
+        session.own_bytes = session.live_bytes = session.trim_floor = 0
+        session.checkpoints = []
+
+    def _hold(self, session: Session, parts: list[Part]) -> None:
+        self.parts.replace(session.generation, session.parts, parts)
+        session.parts = parts
+
+    def split(self, session: Session) -> tuple[int, int]:
+        """KV bytes that it alone has, and those that other sessions have too."""
+        private, shared = self.parts.split(session.generation, session.parts)
+        return session.own_bytes + private, shared
 
     def touch(self, session: Session) -> None:
         session.used_s = self._clock()
@@ -194,10 +219,13 @@ class Catalog:
         now_s = self._clock()
         kinds_of = {id(s.kinds): s.kinds for s in self.owned(owner)}
         kinds = {known: to_wire(each) for known, each in kinds_of.items()}
-        return [(session, _plain(session, now_s, kinds)) for session in self.owned(owner)]
+        return [
+            (session, _plain(session, self.split(session), now_s, kinds)) for session in self.owned(owner)
+        ]
 
     def info(self, session: Session) -> SessionInfo:
         now_s = self._clock()
+        private_bytes, shared_bytes = self.split(session)
         return SessionInfo(
             session=session.id,
             name=session.name,
@@ -208,8 +236,8 @@ class Catalog:
             state=_SHOWN_AS[session.state],
             tier=session.tier,
             kinds=session.kinds,
-            private_bytes=session.private_bytes,
-            shared_bytes=session.shared_bytes,
+            private_bytes=private_bytes,
+            shared_bytes=shared_bytes,
             live_bytes=session.live_bytes,
             capacity_bytes=session.capacity_bytes,
             trim_floor=session.trim_floor,
@@ -233,7 +261,7 @@ _SHOWN_AS = {
 }
 
 
-def _plain(session: Session, now_s: float, kinds: dict[int, Any]) -> dict[str, Any]:
+def _plain(session: Session, split: tuple[int, int], now_s: float, kinds: dict[int, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {
         "session": session.id,
         "owner": session.owner,
@@ -243,8 +271,8 @@ def _plain(session: Session, now_s: float, kinds: dict[int, Any]) -> dict[str, A
         "state": _SHOWN_AS[session.state],
         "tier": session.tier,
         "kinds": kinds[id(session.kinds)],
-        "private_bytes": session.private_bytes,
-        "shared_bytes": session.shared_bytes,
+        "private_bytes": split[0],
+        "shared_bytes": split[1],
         "live_bytes": session.live_bytes,
         "capacity_bytes": session.capacity_bytes,
         "trim_floor": session.trim_floor,

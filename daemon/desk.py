@@ -253,6 +253,7 @@ class Desk:
         """Counters since start, gauges of now."""
         lasting = [ticket for ticket in self._tickets if not isinstance(ticket.request, AT_ONCE)]
         held = sum(ticket.state is RequestState.HELD for ticket in lasting)
+        parts, own_bytes = self._catalog.parts, sum(session.own_bytes for session in self._catalog)
         gauges: dict[str, float] = {
             "clients": len(self._peers),
             "requests_open": len(lasting),
@@ -262,8 +263,10 @@ class Desk:
             "sessions": len(self._catalog),
             "sessions_resident": sum(session.resident for session in self._catalog),
             "tokens": sum(session.length for session in self._catalog),
-            "kv_private_bytes": sum(session.private_bytes for session in self._catalog),
-            "kv_shared_bytes": sum(session.shared_bytes for session in self._catalog),
+            "kv_private_bytes": own_bytes + parts.private_bytes,
+            "kv_shared_bytes": parts.shared_bytes,
+            "trunks": parts.trunks,
+            "trunk_bytes": parts.trunk_bytes,
             "engines_ready": sum(engine.ready for engine in self._supervisor.engines),
         }
         models = [engine.health() for engine in self._supervisor.engines]

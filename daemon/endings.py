@@ -57,11 +57,7 @@ class Settlement:
             for child in ticket.children:
                 child.tokens, child.chat = session.tokens[:], session.chat
                 child.kinds, child.kv = session.kinds, session.kv
-                child.live_bytes, child.capacity_bytes = session.live_bytes, session.capacity_bytes
-                child.trim_floor, child.checkpoints = session.trim_floor, list(session.checkpoints)
                 child.generation, child.resident = session.generation, session.resident
-                child.private_bytes = body.copied_bytes // len(ticket.children)
-                child.shared_bytes = body.shared_bytes
         return self._born(ticket.children, refused)
 
     def _born(self, sessions: list[Session], refused: bool) -> Told:

@@ -107,16 +107,24 @@ ToWorker = Command | Adopt | CancelCommand | Stop
 
 
 @dataclass(frozen=True)
+class Part:
+    """KV that several sessions may hold: a trunk, else a checkpoint. The worker numbers each but once."""
+
+    number: int
+    bytes: int
+    trunk: bool
+
+
+@dataclass(frozen=True)
 class Journal:
     """How a session's tokens changed: the first `keep` stay, `tokens` follow. Bytes are of its KV now."""
 
     session: str
     keep: int
     tokens: list[int]
-    private_bytes: int = 0
-    shared_bytes: int = 0
+    private_bytes: int = 0  # columns and states of its own; its parts come on top
     live_bytes: int = 0
-    capacity_bytes: int = 0
+    parts: list[Part] | None = None  # what it holds that others may hold too, when that changed
     kinds: list[KindCaps] | None = None  # as they are stored, when that changed
     resident: bool = True  # KV is on the device
     trim_floor: int | None = None  # the shortest length that a trim reaches exactly, when it is known
@@ -129,6 +137,7 @@ class Answer:
     rid: int
     body: Body
     journal: Journal | None = None
+    born: list[Journal] = field(default_factory=list)  # of the sessions that it made
 
 
 @dataclass(frozen=True)
@@ -206,6 +215,8 @@ def encode_from_worker(message: FromWorker) -> bytes:
         made["type"] = type(message.body).__name__
         if message.journal is not None:
             made["journal"] = to_wire(message.journal)
+        if message.born:
+            made["born"] = [to_wire(journal) for journal in message.born]
         return encode_map(made)
     name = {Journals: "journals", Ready: "ready", Failed: "failed", Pulse: "pulse"}[type(message)]
     return encode_map({"link": name, **to_wire(message)})
@@ -235,4 +246,5 @@ def decode_from_worker(frame: bytes) -> FromWorker:
             raise DecodeError(f"The worker sent a body of unknown type {wire['type']!r}.")
         body = typing.cast("Body", from_wire(_BODIES[wire["type"]], wire["body"]))
     journal = from_wire(Journal, wire["journal"]) if "journal" in wire else None
-    return Answer(wire["rid"], body, journal)
+    born = [from_wire(Journal, each) for each in wire.get("born", [])]
+    return Answer(wire["rid"], body, journal, born)

@@ -370,6 +370,8 @@ class Work:
             self._log.warning("answer to no request", model=engine.id, rid=answer.rid)
         elif isinstance(answer.body, Result | ErrorBody):
             self._ended(ticket, answer.body)
+            for journal in answer.born:
+                self._journal(engine, journal)
         else:
             self._tickets.reply(ticket, answer.body)
 
@@ -382,7 +384,7 @@ class Work:
         if session is None or session.generation != engine.generation:
             return
         resident = session.resident
-        session.journal(change)
+        self._catalog.journal(session, change)
         if session.resident is not resident and session.state is not SessionState.OPENING:
             details = {"tier": session.tier}
             event = Event(event="session_moved", session=session.id, model=session.model, details=details)
@@ -392,7 +394,7 @@ class Work:
         """A worker process is no more; `reason` in words."""
         moved = [session for session in self._catalog if session.generation == generation]
         for session in moved:
-            session.forget_engine()
+            self._catalog.forget_engine(session)
         for ticket in self._tickets:
             if ticket.generation == generation and ticket.state in WITH_ENGINE:
                 self._ended(ticket, lost(ticket, reason))

@@ -288,7 +288,7 @@ class Commands:
             shared_bytes=self.engine.memory.told(session).shared,
             copied_bytes=sum(child.kv_bytes for child in children),
         )
-        self.engine.answer(command.rid, result, self.engine.journal(session, session.length))
+        self.engine.answer(command.rid, result, self.engine.journal(session, session.length), children)
 
     def _score(self, command: Command, request: p.Score) -> None:
         session = self._idle_session(command)

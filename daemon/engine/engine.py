@@ -11,7 +11,7 @@ the number of threads is switched around it and work in flight would be caught h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -19,10 +19,12 @@ from stateroom.caches import attention
 from stateroom.caches.errors import UnknownKind
 from stateroom.caches.probe import pieces_agree
 from stateroom.caches.stored_rows import SHARED_MIN
+from stateroom.caches.trunk import Trunk
 from stateroom.client.errors import Internal, StateroomError
 from stateroom.client.limits import BATCH_MAX
 from stateroom.client.protocol import Body, KindCaps, LengthResult, Receipt
 from stateroom.daemon.engine.blas_threads import BlasThreads
+from stateroom.daemon.engine.conservation import Conservation
 from stateroom.daemon.engine.cpu_forms import use_forms
 from stateroom.daemon.engine.decoding import Decoding
 from stateroom.daemon.engine.fill import Fill
@@ -34,7 +36,7 @@ from stateroom.daemon.engine.problem import ModelError
 from stateroom.daemon.engine.session import Session
 from stateroom.daemon.engine.sharing import Sharing
 from stateroom.daemon.engine.stream import Stream
-from stateroom.daemon.link import Answer, Journal, Journals, bounded
+from stateroom.daemon.link import Answer, Journal, Journals, Part, bounded
 from stateroom.daemon.scheduler.pace import Pace
 
 
@@ -76,6 +78,7 @@ class Engine:
         self.decoding = Decoding(self, rows_max)
         self.filling = Filling(self, pace or Pace())
         self.sharing = Sharing(self)
+        self.conservation = Conservation(self)
         self._cancelled_any = False
         self._learn()
 
@@ -114,8 +117,12 @@ class Engine:
 
     # ------------------------------------------------------------ answers
 
-    def answer(self, rid: int, body: Body, journal: Journal | None = None) -> None:
-        self.emit(Answer(rid, body, journal))
+    def answer(
+        self, rid: int, body: Body, journal: Journal | None = None, born: Sequence[Session] = ()
+    ) -> None:
+        """`born`: sessions that the request made besides its own."""
+        journals = [self.journal(session, session.length) for session in born]
+        self.emit(Answer(rid, body, journal, journals))
 
     def fail(self, rid: int, error: BaseException, journal: Journal | None = None) -> None:
         """The final answer of a request that ended in an exception."""
@@ -132,7 +139,11 @@ class Engine:
         if session.chat is not session.chat_told:
             chat = bounded(session.chat) if session.chat != session.chat_told else None
             session.chat_told = session.chat
-        told = self.memory.told(session)
+        holding, live_bytes = self.memory.holding(session)
+        parts, numbers = None, tuple(part.number for part in holding.parts)
+        if numbers != session.parts_told:
+            session.parts_told = numbers
+            parts = [Part(each.number, each.nbytes, isinstance(each, Trunk)) for each in holding.parts]
         kinds = None
         if session.cache is not None and session.cache.quantised != session.quantised_told:
             session.quantised_told = session.cache.quantised
@@ -141,10 +152,9 @@ class Engine:
             session=session.id,
             keep=keep,
             tokens=session.tokens[keep:],
-            private_bytes=told.private,
-            shared_bytes=told.shared,
-            live_bytes=told.live,
-            capacity_bytes=told.capacity,
+            private_bytes=holding.own,
+            live_bytes=live_bytes,
+            parts=parts,
             kinds=kinds,
             resident=session.lent or session.stored > 0 or session.length <= 1,
             chat=chat,
@@ -222,6 +232,7 @@ class Engine:
             "filling": len(self.filling.queue),
             "kv_bytes": self.kv_bytes,
             "kv_budget_bytes": self.memory.budget_bytes or 0,
+            "unconserved": self.conservation.violated,
             "tokens_decoded": self.decoding.tokens,
             "tokens_prefilled": self.filling.tokens,
             "steps": self.decoding.steps,

@@ -95,7 +95,7 @@ class Memory:
         busy = {request.session for request in self._engine.requests.values()}
         for session in self._stale | self._busy | busy:
             there = self._engine.sessions.get(session.id) is session
-            self._recount(session, holding(session) if there else NOTHING)
+            self._recount(session, _holding(session, session.cache, 0) if there else NOTHING)
         self._stale, self._busy = set(), busy
 
     def _recount(self, session: Session, now: Holding) -> None:
@@ -120,6 +120,11 @@ class Memory:
         """Every session's share in the sums, and the sums: own bytes, and those of parts."""
         self._count()
         return self._counted, self._own, self._parts
+
+    def holding(self, session: Session) -> tuple[Holding, int]:
+        """What a session holds, wherever its row is, and the bytes that its tokens fill."""
+        cache, row = self.place(session)
+        return _holding(session, cache, row), 0 if cache is None else cache.row_bytes(row)
 
     def told(self, session: Session) -> Told:
         """Bytes as of now. Trunks and checkpoints are shared while others have them too."""
@@ -193,12 +198,6 @@ class Memory:
             return True
         return self.held_bytes + self._promised() + nbytes <= self.budget_bytes
 
-    def gauges(self) -> dict[str, float]:
-        """Figures for `stats`."""
-        self._count()
-        trunks = [part for part in self._holders if isinstance(part, Trunk)]
-        return {"trunks": len(trunks), "trunk_bytes": sum(trunk.nbytes for trunk in trunks)}
-
     def _made_room(self, wanted_bytes: int, theirs: set[Session | None]) -> bool:
         """Drops checkpoints of idle sessions, those of the oldest first, if they come to so much."""
         busy = {request.session for request in self._engine.requests.values()} | theirs
@@ -268,13 +267,11 @@ class Memory:
         return promised
 
 
-def holding(session: Session) -> Holding:
-    """What a session holds by itself; the row of a running stream is its batch's."""
-    own, parts = 0, list[Part](session.trail)
-    if session.cache is not None:
-        own = session.cache.nbytes_capacity
-        parts += chained(session.cache, 0)
-    return Holding(own, tuple(parts))
+def _holding(session: Session, cache: SessionCache | None, row: int) -> Holding:
+    marks = list[Part](session.trail)
+    if cache is None:
+        return Holding(0, tuple(marks))
+    return Holding(cache.nbytes_capacity // cache.rows, (*chained(cache, row), *marks))
 
 
 def chained(cache: SessionCache, row: int) -> list[Trunk]:

@@ -24,7 +24,7 @@ from stateroom.daemon.link import ChatTurn
 REPLACED_MAX = 4_096  # tokens that the last cut dropped, kept to guess from
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Session:
     """One session. While a stream runs, its row is lent to a batch: `cache` is None and `lent` is set."""
 
@@ -45,6 +45,7 @@ class Session:
     moved: Callable[[Session], None] | None = None  # told when KV is of other tokens than before
     chat: list[ChatTurn] = field(default_factory=list)  # what was given as messages, oldest first
     chat_told: list[ChatTurn] = field(default_factory=list)  # as the broker last heard
+    parts_told: tuple[int, ...] = ()  # numbers of what it holds that others may, as the broker last heard
     quantised_told: bool | None = None  # how it is stored, as the broker last heard
 
     @property

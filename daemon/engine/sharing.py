@@ -67,6 +67,7 @@ class Sharing:
         """It is no more, and holds nothing."""
         del self._engine.sessions[session.id]
         session.drop_kv()
+        self._engine.conservation.closed(session)
 
     def _moved(self, session: Session) -> None:
         self._engine.memory.changed(session)

@@ -62,25 +62,29 @@ class Worker:
 
     def run(self) -> None:
         """Until told to stop."""
-        busy = False
+        busy = unchecked = False
         while not self.stopping:
-            self._take(0 if busy else int(PULSE_S * 1000))
+            unchecked |= self._take(0 if busy else int(PULSE_S * 1000))
             busy = self.engine.step()
+            if unchecked and not busy:
+                unchecked = not self.engine.conservation.at_rest()
             self._pulse()
         self._wind_down()
 
-    def _take(self, wait_ms: int) -> None:
+    def _take(self, wait_ms: int) -> bool:
+        """Whether there was anything to take."""
         if wait_ms and not self.socket.poll(wait_ms):
-            return
-        for _ in range(COMMANDS_PER_TURN):
+            return False
+        for taken in range(COMMANDS_PER_TURN):
             # A fifth of what a receive in vain costs, at every turn.
             if not cast("int", self.socket.get(EVENTS)) & READABLE:
-                return
+                return taken > 0
             message = decode_to_worker(self.socket.recv(zmq.NOBLOCK))
             if isinstance(message, Stop):
                 self.stopping = True
-                return
+                return True
             self.commands.take(message)
+        return True
 
     def _pulse(self) -> None:
         now = time.monotonic()
@@ -137,7 +141,6 @@ def make_engine(
     kv_budget: int | None,
 ) -> Engine:
     from stateroom.daemon.engine.engine import Engine
-    from stateroom.daemon.engine.part_costs import measured
 
     on_gpu = str(loaded.facts.get("device", "cpu")).startswith("gpu")
     blas = None if on_gpu else BlasThreads.find()
@@ -153,11 +156,6 @@ def make_engine(
     if blas is not None and not blas.pays(engine.trial_step()):
         blas.many()
         engine.blas = None  # then nothing is switched, and quanta share the device with steps
-    if engine.schemes.groupable:
-        try:
-            engine.decoding.costs = measured(loaded.model, engine.schemes.dense.samples[0])
-        except Exception as error:  # such as no memory: it goes by what is usual
-            report(error)
     return engine
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import fields
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stateroom.client.errors import Capacity, Exists, NotFound
 from stateroom.client.protocol import KindCaps, SessionInfo
@@ -12,7 +15,8 @@ from stateroom.client.wire import to_wire
 from stateroom.daemon.catalog import Catalog, Session
 from stateroom.daemon.clock import ManualClock
 from stateroom.daemon.lifecycle import SessionEvent
-from stateroom.daemon.link import Journal
+from stateroom.daemon.link import Journal, Part
+from stateroom.daemon.parts import Parts
 
 
 def add(catalog: Catalog, owner: str = "app", name: str | None = None, ttl_s: float | None = None) -> Session:
@@ -81,7 +85,8 @@ def test_ids_cannot_be_guessed() -> None:
 
 
 def test_the_journal_keeps_a_prefix_and_appends() -> None:
-    session = add(Catalog(ManualClock()))
+    catalog = Catalog(ManualClock())
+    session = add(catalog)
     for keep, tokens, expected in (
         (0, [1, 2, 3], [1, 2, 3]),
         (3, [4], [1, 2, 3, 4]),
@@ -89,14 +94,54 @@ def test_the_journal_keeps_a_prefix_and_appends() -> None:
         (1, [2**31 - 1, 9], [1, 2**31 - 1, 9]),
         (0, [], []),
     ):
-        session.journal(Journal(session.id, keep, tokens, private_bytes=10, shared_bytes=5))
+        catalog.journal(session, Journal(session.id, keep, tokens, private_bytes=10))
         assert session.tokens.tolist() == expected
         assert session.length == len(expected)
-    assert (session.private_bytes, session.shared_bytes, session.resident) == (10, 5, True)
+    assert (catalog.split(session), session.resident) == ((10, 0), True)
     with pytest.raises(AssertionError):
-        session.journal(Journal(session.id, 1, []))
-    session.forget_engine()
-    assert (session.private_bytes, session.shared_bytes, session.resident) == (0, 0, False)
+        catalog.journal(session, Journal(session.id, 1, []))
+    catalog.forget_engine(session)
+    assert (catalog.split(session), session.resident) == ((0, 0), False)
+
+
+def test_what_is_shared_follows_all_who_have_it() -> None:
+    """A part is private to the last who has it, whoever it was that went; each is counted once."""
+    catalog = Catalog(ManualClock())
+    trunk, mark, other = Part(1, 100, True), Part(2, 7, False), Part(3, 50, True)
+    a, b, c = (add(catalog) for _ in range(3))
+    for session, parts in ((a, [trunk, mark]), (b, [trunk, mark]), (c, [trunk, other])):
+        session.generation = 4
+        catalog.journal(session, Journal(session.id, 0, [1], private_bytes=10, parts=parts))
+    assert [catalog.split(each) for each in (a, b, c)] == [(10, 107), (10, 107), (60, 100)]
+    assert [catalog.info(each).capacity_bytes for each in (a, b, c)] == [110, 110, 160]
+    figures = catalog.parts
+    assert (figures.trunks, figures.trunk_bytes) == (2, 150)
+    assert (figures.private_bytes, figures.shared_bytes) == (50, 107)
+    catalog.journal(b, Journal(b.id, 1, [2], private_bytes=20))
+    assert catalog.split(b) == (20, 107), "what isn't told is as it was"
+    catalog.journal(b, Journal(b.id, 1, [], private_bytes=20, parts=[]))
+    assert [catalog.split(each) for each in (a, b, c)] == [(17, 100), (20, 0), (60, 100)]
+    catalog.forget_engine(c)
+    assert catalog.split(a) == (117, 0)
+    a.advance(SessionEvent.CLOSE)
+    a.advance(SessionEvent.END)
+    catalog.remove(a)
+    assert (len(figures), figures.trunks, figures.trunk_bytes) == (0, 0, 0)
+    assert (figures.private_bytes, figures.shared_bytes) == (0, 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.sets(st.integers(1, 5))), max_size=30))
+def test_the_sums_of_parts_are_those_of_their_holders(changes: list[tuple[int, set[int]]]) -> None:
+    parts, held = Parts(), dict[int, list[Part]]()
+    for session, numbers in changes:
+        after = [Part(number, 10**number, number % 2 == 0) for number in sorted(numbers)]
+        parts.replace(1, held.get(session, []), after)
+        held[session] = after
+    holders = Counter(part for each in held.values() for part in each)
+    assert len(parts) == len(holders)
+    assert parts.trunk_bytes == sum(part.bytes for part in holders if part.trunk)
+    assert parts.private_bytes == sum(part.bytes for part, count in holders.items() if count == 1)
+    assert parts.shared_bytes == sum(part.bytes for part, count in holders.items() if count > 1)
 
 
 def test_a_listing_is_what_info_tells_in_wire_form() -> None:
@@ -107,7 +152,7 @@ def test_a_listing_is_what_info_tells_in_wire_form() -> None:
     (child,) = catalog.add("app", "toy", [None], "background", None, [full.id, bare.id])
     clock.advance(2.5)
     full.kinds = [KindCaps(kind="full", scheme="dense", layers=2)]
-    full.journal(Journal(full.id, 0, [1, 2, 3], private_bytes=10, shared_bytes=5))
+    catalog.journal(full, Journal(full.id, 0, [1, 2, 3], private_bytes=10, parts=[Part(1, 5, True)]))
     full.advance(SessionEvent.START)
     full.running, full.running_op = 7, "decode"
     listed = catalog.listed("app")

@@ -9,6 +9,7 @@ from stateroom.daemon.link import (
     Answer,
     Journal,
     Journals,
+    Part,
     decode_from_worker,
     decode_to_worker,
     encode_from_worker,
@@ -25,5 +26,6 @@ def test_answers_and_adoptions_may_be_larger_than_any_request() -> None:
 
 
 def test_what_changed_without_a_request_arrives_whole() -> None:
-    changes = [Journal("a", 5, [], private_bytes=9, live_bytes=4, trim_floor=5, checkpoints=[2, 3])]
+    parts = [Part(1, 7, True)]
+    changes = [Journal("a", 5, [], private_bytes=9, live_bytes=4, parts=parts, trim_floor=5, checkpoints=[2])]
     assert decode_from_worker(encode_from_worker(Journals(changes))) == Journals(changes)

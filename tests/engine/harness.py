@@ -19,7 +19,8 @@ from stateroom.daemon.engine.commands import Commands
 from stateroom.daemon.engine.engine import Engine
 from stateroom.daemon.engine.model import LoadedModel
 from stateroom.daemon.engine.session import Session
-from stateroom.daemon.link import Adopt, Answer, CancelCommand, ChatTurn, Command, Journal, Journals
+from stateroom.daemon.link import Adopt, Answer, CancelCommand, ChatTurn, Command, Journal, Journals, Part
+from stateroom.daemon.parts import Parts
 from stateroom.daemon.scheduler.pace import Pace
 
 TURNS_MAX = 5_000
@@ -39,6 +40,8 @@ class Bench:
         self.asides: list[Journal] = []
         self.incidents: list[BaseException] = []
         self.forks: dict[int, tuple[str, list[str]]] = {}
+        self.parts = Parts()
+        self.told: dict[str, tuple[int, list[Part]]] = {}
         self._rids = itertools.count(1)
         self._names = itertools.count(1)
         options.setdefault("pace", Pace(idle_ms=5.0))
@@ -58,6 +61,8 @@ class Bench:
     def _emit(self, answer: Answer | Journals) -> None:
         if isinstance(answer, Journals):
             self.asides.extend(answer.changes)
+            for journal in answer.changes:
+                self._hear(journal)
             return
         bodies = self.bodies[answer.rid]
         assert not bodies or not isinstance(bodies[-1], FINAL), "a reply after the final one"
@@ -68,10 +73,21 @@ class Bench:
             told[answer.journal.keep :] = answer.journal.tokens
             if answer.journal.chat is not None:
                 self.chat[answer.journal.session] = answer.journal.chat
+            self._hear(answer.journal)
+        for journal in answer.born:
+            self._hear(journal)
         if answer.rid in self.forks and isinstance(answer.body, p.ForkResult):
             parent, children = self.forks[answer.rid]
             for child in children:
                 self.journal[child] = list(self.journal[parent])
+
+    def _hear(self, journal: Journal) -> None:
+        """What a broker's catalog does with the bytes that it is told."""
+        parts = self.told[journal.session][1] if journal.session in self.told else []
+        if journal.parts is not None:
+            self.parts.replace(0, parts, journal.parts)
+            parts = journal.parts
+        self.told[journal.session] = (journal.private_bytes, parts)
 
     # ------------------------------------------------------------ driving
 
@@ -113,6 +129,7 @@ class Bench:
             if all(self.final(rid) is not None for rid in rids):
                 body = self.final(rids[-1])
                 assert body is not None
+                self.check_conserved()
                 return body
             self.engine.step()
         raise AssertionError(f"no final reply within {TURNS_MAX} turns")
@@ -121,6 +138,7 @@ class Bench:
         """Runs until nothing is left to do."""
         for _ in range(TURNS_MAX):
             if not self.engine.step():
+                self.check_conserved()
                 return
         raise AssertionError(f"not idle within {TURNS_MAX} turns")
 
@@ -188,12 +206,17 @@ class Bench:
         error = np.abs(got - wanted).max() / max(np.abs(wanted).max(), 1e-6)
         assert error <= bound, f"{session_id}: logits differ by {error:.2e} of their size"
 
-    def check_trunks(self) -> None:
-        """Every trunk is in view of sessions that there are, and of nobody else."""
-        caches = [session.cache for session in self.engine.sessions.values() if session.cache is not None]
-        views = [v for c in caches for s in c.stores for chain in getattr(s, "chains", ()) for v in chain]
-        for trunk in {view.trunk for view in views}:
-            assert trunk.holders == sum(view.trunk is trunk for view in views)
+    def check_conserved(self) -> None:
+        """Trunks, tails and checkpoints are all there is, and the broker was told of all of it."""
+        assert list(self.engine.conservation.violations()) == []
+        for gone in self.told.keys() - self.engine.sessions.keys():
+            self.parts.replace(0, self.told.pop(gone)[1], [])
+        if self.engine.requests:
+            return
+        for name, session in self.engine.sessions.items():
+            own, parts = self.told.get(name, (0, []))
+            private, shared = self.parts.split(0, parts)
+            assert (own + private, shared) == self.engine.memory.told(session)[:2], name
 
 
 def greedy(bench: Bench, tokens: list[int], count: int) -> list[int]:

@@ -226,7 +226,6 @@ class Operations(RuleBasedStateMachine):
         assert not self.bench.incidents, self.bench.incidents
         assert not self.bench.engine.requests
         assert not self.bench.engine.decoding.batches
-        self.bench.check_trunks()
         # A write into a fork's sibling would show on one that wasn't touched: check those too.
         for session in self.ids:
             self.bench.check_law(session)

@@ -60,7 +60,6 @@ def test_an_open_takes_what_another_session_holds(loaded: LoadedModel) -> None:
     for session in (first, second, third):
         assert bench.decode(session, 5, ignore_eos=True).tokens
         bench.check_law(session)
-    bench.check_trunks()
 
 
 @pytest.mark.parametrize(("common", "shares"), [(SHARE_MIN - 1, False), (SHARE_MIN, True)])
@@ -175,7 +174,6 @@ def test_layers_that_cannot_be_trimmed_share_from_checkpoints(architecture: str)
     body = bench.call(p.Trim(session=second, to=257))
     assert isinstance(body, p.LengthResult)
     bench.check_law(second)
-    bench.check_trunks()
 
 
 def test_a_model_whose_forks_copy_shares_by_a_copy(
@@ -213,7 +211,6 @@ def test_a_running_stream_lends_and_draws_what_it_would_have(loaded: LoadedModel
     assert bench.final(rids[0]).tokens == greedy(bench, tokens_of(LONG), 60)  # type: ignore[union-attr]
     for each in (lender, session, *others):
         bench.check_law(each)
-    bench.check_trunks()
 
 
 def quanta(bench: Bench, rid: int, stored: int) -> None:
@@ -238,7 +235,6 @@ def test_two_opens_of_one_prompt_compute_it_once(loaded: LoadedModel) -> None:
     ]
     for body in bodies:
         bench.check_law(body.session)  # type: ignore[union-attr]
-    bench.check_trunks()
 
 
 def test_what_a_cancelled_open_has_finished_serves_the_one_that_waits(loaded: LoadedModel) -> None:
@@ -330,7 +326,6 @@ def test_admission_knows_what_is_shared(loaded: LoadedModel) -> None:
     assert refused.code == "capacity"
     refused = bench.finish(bench.start(p.Open(tokens=tokens_of(LONG)), owner="somebody else"))
     assert isinstance(refused, p.ErrorBody)
-    bench.check_trunks()
 
 
 def test_two_at_once_need_the_room_of_one(loaded: LoadedModel) -> None:
@@ -388,4 +383,3 @@ def test_whatever_is_shared_the_law_holds(architecture: str, seed: int) -> None:
     assert all(bench.final(rid) is not None for rid, _ in begun)
     for session in bench.engine.sessions:
         bench.check_law(session)
-    bench.check_trunks()
