@@ -160,7 +160,7 @@ class Rig:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._open.close()
+            self._open.__exit__(kind, error, trace)  # with what went wrong, the daemon's log is shown
         finally:
             shutil.rmtree(self.scratch, ignore_errors=True)
 

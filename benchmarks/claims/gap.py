@@ -24,7 +24,7 @@ from stateroom.client import Room, connect
 ROUNDS = 2
 PROMPT = 4000  # tokens of the other app's prompt, about
 RUNNING = 64  # tokens of the running stream's prompt, about
-RUNNING_MAX = 400  # tokens it may draw: more than it can while the other waits
+RUNNING_MAX = 3000  # tokens it may draw: more than it can while the other waits
 BEFORE, AFTER = 8, 8  # pieces of the running stream before the other asks, and after its first token
 ASKED = 8  # tokens the other draws
 LOOK_S = 0.1  # how often it is seen to that the running stream has not failed
@@ -147,6 +147,8 @@ def _play(running: Answering, other: Answering, texts: tuple[str, str]) -> Scene
         for text in other.stream(texts[1], ASKED):
             asked.append((time.perf_counter(), text))
         reading.result()
+    if pieces[-1][0] < asked[0][0]:
+        raise RuntimeError("the running stream ended before the other app had its first token")
     return Scene(
         running="".join(text for _, text in pieces),
         times=[at - begin for at, _ in pieces],
@@ -156,14 +158,18 @@ def _play(running: Answering, other: Answering, texts: tuple[str, str]) -> Scene
 
 
 def _agreement(sides: Sides, prompt: str, ours: str, theirs: str) -> Tokens:
-    """Whether the shorter text begins the longer; else how far ours is from the likeliest where they part."""
-    size = min(len(ours), len(theirs))
-    if size and ours[:size] == theirs[:size]:
+    """Whether the shorter text begins the longer; else how far ours is from the likeliest where they part.
+
+    mlx-lm leaves out a space that the first token begins with.
+    """
+    mine, other = ours.lstrip(" "), theirs.lstrip(" ")
+    size = min(len(mine), len(other))
+    if size and mine[:size] == other[:size]:
         return Tokens(Agreement.EQUAL)
-    place = next((i for i in range(size) if ours[i] != theirs[i]), 0)
-    mine = sides.peer.encode(prompt + ours)
-    same = sides.peer.encode(prompt + ours[:place])
-    at = next((i for i, pair in enumerate(zip(mine, same, strict=False)) if pair[0] != pair[1]), len(same))
-    by = sides.peer.short_of_best(mine[:at], mine[at]) if size and at < len(mine) else float("inf")
+    place = next((i for i in range(size) if mine[i] != other[i]), 0)
+    whole = sides.peer.encode(prompt + ours)
+    same = sides.peer.encode(prompt + ours[: len(ours) - len(mine) + place])
+    at = next((i for i, pair in enumerate(zip(whole, same, strict=False)) if pair[0] != pair[1]), len(same))
+    by = sides.peer.short_of_best(whole[:at], whole[at]) if size and at < len(whole) else float("inf")
     note = f"texts part at character {place}: {by:.2g} from the likeliest"
     return Tokens(Agreement.TIES if by <= TIE_MARGIN else Agreement.DIFFER, (note,))
