@@ -2,6 +2,10 @@
 
 A step is launched with the last draws still on the device, where the rows can be trimmed by a step; then the
 step before is read and told.
+
+The schedule says who has a place. A stream without one is parked: its session has its row back, with all its
+KV, and its request stays open. When a row is parked its last draw may still be on its way; it is told as any
+other.
 """
 
 from __future__ import annotations
@@ -18,19 +22,22 @@ from stateroom.daemon.engine.speculation.guesser import Guessers
 from stateroom.daemon.engine.speculation.rounds import Rounds
 from stateroom.daemon.engine.stream import Stream
 from stateroom.daemon.scheduler.packing import Costs
+from stateroom.daemon.scheduler.plan import Job, Plan
 
 if TYPE_CHECKING:
     from stateroom.daemon.engine.engine import Engine
 
 
 class Decoding:
-    """The batches of an engine, and what waits to join them. `rows_max`: rows of one batch."""
+    """The batches of an engine, and the streams that wait."""
 
-    def __init__(self, engine: Engine, rows_max: int) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.rows_max = rows_max
+        self.rows_max = engine.schedule.places.rows_max  # of all batches together
         self.costs = Costs()  # of rows apart and together, until they are measured
-        self.joining: list[Stream] = []
+        self.parked: dict[int, Stream] = {}  # by rid: they wait for a place
+        self.joining: list[Stream] = []  # they have one, and join a batch at the next turn
+        self.launched: list[int] = []  # rids of the rows that took a step in this turn
         self.batches: list[Batch] = []
         self.tokens = 0  # drawn since the start
         self.steps = 0
@@ -65,8 +72,39 @@ class Decoding:
         self.batches = [batch for batch in self.batches if batch.members]
 
     def begin(self, stream: Stream) -> None:
-        self._engine.requests[stream.rid] = stream
-        self.joining.append(stream)
+        self._engine.requests[stream.rid] = self.parked[stream.rid] = stream
+        session = stream.session
+        self._engine.schedule.add(Job(stream.rid, session.owner, "stream", session.background))
+
+    def move(self, plan: Plan) -> None:
+        """Rows leave and join as planned."""
+        self.launched = []
+        for rid in plan.park:
+            stream = self._engine.requests[rid]
+            assert isinstance(stream, Stream)
+            self._take_out(stream)
+            if rid in self._engine.requests:
+                self.parked[rid] = stream
+        for rid in plan.admit:
+            stream = self.parked.pop(rid)
+            if not stream.launched and not stream.computed:
+                stream.started_ms = self._engine.clock_ms()  # until now it was in the queue
+            self.joining.append(stream)
+        self.join()
+
+    def _take_out(self, stream: Stream) -> None:
+        """Gives a stream its row back, wherever it is."""
+        self.parked.pop(stream.rid, None)
+        if stream in self.joining:
+            self.joining.remove(stream)
+        for batch in self.batches:
+            if stream in batch.members:
+                try:
+                    if batch.in_round:
+                        self._land(batch)
+                    batch.leave([member for member in batch.members if member is stream])
+                except Exception as error:
+                    self._batch_failed(batch, error)
 
     def join(self) -> None:
         waiting, self.joining = self.joining, []
@@ -77,11 +115,12 @@ class Decoding:
                 continue
             if stream.has_ended():
                 continue  # while its row was out to be quantised
+            if stream.session.cache is not None:
+                stream.session.settle()
             cache = stream.session.cache
             if cache is None:
                 cache = stream.session.cache = stream.session.served.empty()
             if not cache.tokens_left_dense:
-                stream.session.settle()
                 cache.quantise()
             batch = next((b for b in self.batches if self._has_place(b, groups, cache)), None)
             if batch is None:
@@ -136,6 +175,7 @@ class Decoding:
             except Exception as error:  # they go on as they stand
                 self._engine.report(error)
         batch.launch(self.rounds, self._engine.clock_ms())
+        self.launched += [stream.rid for stream in batch.members]
 
     def _land(self, batch: Batch) -> None:
         """Ends the step in flight before another is launched."""
@@ -183,6 +223,8 @@ class Decoding:
         before = stream.session.length
         event = stream.take(brought.tokens, brought.logprobs, brought.draft)
         self.tokens += len(event.tokens)
+        if not stream.session.lent and not stream.has_ended():
+            stream.session.settle()  # it was parked while this draw was on its way
         if stream.request.stream and event.tokens:
             self._engine.answer(stream.rid, event, self._engine.journal(stream.session, before))
         return len(event.tokens)
@@ -205,18 +247,19 @@ class Decoding:
         )
 
     def _close_stream(self, stream: Stream) -> None:
-        self._engine.requests.pop(stream.rid, None)
+        self._forget(stream)
         stream.session.origin = "session"
         if stream.session.cache is not None:
             stream.session.settle()
 
-    def end_cancelled(self) -> None:
-        """A stream that was cancelled before its first step is in no flight that would end it."""
-        for stream in [r for r in self._engine.requests.values() if isinstance(r, Stream) and r.cancelled]:
-            flying = any(b.flight is not None and stream in b.flight.members for b in self.batches)
-            if stream not in self.joining and not flying and stream.finish is None:
-                for batch in self.batches:
-                    batch.leave([s for s in batch.members if s is stream])
+    def end_cancelled(self, rid: int) -> None:
+        """A stream that was cancelled while it was parked, or before its first step, is in no flight."""
+        stream = self._engine.requests.get(rid)
+        if not isinstance(stream, Stream) or stream.finish is not None:
+            return
+        if not any(b.flight is not None and stream in b.flight.members for b in self.batches):
+            self._take_out(stream)
+            if rid in self._engine.requests:
                 self._finish_stream(stream)
 
     def _batch_failed(self, batch: Batch, error: BaseException) -> None:
@@ -228,11 +271,16 @@ class Decoding:
             if stream.rid in self._engine.requests:
                 self._stream_failed(stream, error)
 
+    def _forget(self, stream: Stream) -> None:
+        self._engine.requests.pop(stream.rid, None)
+        self._engine.schedule.remove(stream.rid)
+        self.parked.pop(stream.rid, None)
+
     def _stream_failed(self, stream: Stream, error: BaseException) -> None:
         stream.finish = "cancelled"
         stream.session.lent = False
         stream.session.drop_kv()
-        self._engine.requests.pop(stream.rid, None)
+        self._forget(stream)
         self._engine.fail(stream.rid, error, self._engine.journal(stream.session, stream.base))
 
 

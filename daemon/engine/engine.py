@@ -1,8 +1,9 @@
 """The engine: sessions, and the loop that steps the model for them. One thread owns it and all of mlx.
 
-A turn of the loop launches the next decode step of every batch, publishes the tokens of the step
-before while the device works, awaits the prefill quantum in flight and launches the next. Commands are
-taken between turns; they only plan and queue. Every command ends in exactly one final answer.
+A turn of the loop asks the schedule who runs and moves rows accordingly, launches the next decode step of
+every batch, publishes the tokens of the step before while the device works, awaits the prefill quantum in
+flight and launches the next. Commands are taken between turns; they only plan and queue. Every command ends
+in exactly one final answer.
 
 Order on the device: decode step, prefill quantum, decode step, … A stream never waits for more than
 one quantum, a prefill for no more than one step. With `BlasThreads` (CPU) a quantum runs by itself, since
@@ -11,7 +12,7 @@ the number of threads is switched around it and work in flight would be caught h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 
@@ -19,12 +20,10 @@ from stateroom.caches import attention
 from stateroom.caches.errors import UnknownKind
 from stateroom.caches.probe import pieces_agree
 from stateroom.caches.stored_rows import SHARED_MIN
-from stateroom.caches.trunk import Trunk
 from stateroom.client.errors import Internal, StateroomError
 from stateroom.client.limits import BATCH_MAX
 from stateroom.client.protocol import Body, KindCaps, LengthResult, Receipt
 from stateroom.daemon.engine.blas_threads import BlasThreads
-from stateroom.daemon.engine.conservation import Conservation
 from stateroom.daemon.engine.cpu_forms import use_forms
 from stateroom.daemon.engine.decoding import Decoding
 from stateroom.daemon.engine.fill import Fill
@@ -36,8 +35,11 @@ from stateroom.daemon.engine.problem import ModelError
 from stateroom.daemon.engine.session import Session
 from stateroom.daemon.engine.sharing import Sharing
 from stateroom.daemon.engine.stream import Stream
-from stateroom.daemon.link import Answer, Journal, Journals, Part, bounded
+from stateroom.daemon.link import Answer, Journal, Journals, bounded
 from stateroom.daemon.scheduler.pace import Pace
+from stateroom.daemon.scheduler.schedule import Schedule
+
+OWNERS_TOLD = 16  # with each pulse: those that had the most of the device
 
 
 class Engine:
@@ -50,6 +52,7 @@ class Engine:
         report: takes an exception that is a bug, and gives the incident's name for the log.
         kv_budget_bytes: the most KV held at once; None: no limit.
         pace: sizes the prefill quanta.
+        weights: of owners whose part of the device isn't 1.
         blas: switches BLAS threads between decode and prefill, on a CPU.
     """
 
@@ -62,6 +65,7 @@ class Engine:
         report: Callable[[BaseException], str],
         kv_budget_bytes: int | None = None,
         pace: Pace | None = None,
+        weights: Mapping[str, float] | None = None,
         blas: BlasThreads | None = None,
         rows_max: int = BATCH_MAX,
         shared_min: int = SHARED_MIN,
@@ -75,11 +79,11 @@ class Engine:
         self.shared_min = shared_min  # tokens; a fork copies a shorter run
         self.sessions: dict[str, Session] = {}
         self.requests: dict[int, Work | Stream] = {}
-        self.decoding = Decoding(self, rows_max)
-        self.filling = Filling(self, pace or Pace())
+        self.schedule = Schedule(rows_max, pace=pace, weights=weights)
+        self.decoding = Decoding(self)
+        self.filling = Filling(self)
         self.sharing = Sharing(self)
-        self.conservation = Conservation(self)
-        self._cancelled_any = False
+        self._cancelled: list[int] = []  # since the last turn
         self._learn()
 
     def _learn(self) -> None:
@@ -117,12 +121,8 @@ class Engine:
 
     # ------------------------------------------------------------ answers
 
-    def answer(
-        self, rid: int, body: Body, journal: Journal | None = None, born: Sequence[Session] = ()
-    ) -> None:
-        """`born`: sessions that the request made besides its own."""
-        journals = [self.journal(session, session.length) for session in born]
-        self.emit(Answer(rid, body, journal, journals))
+    def answer(self, rid: int, body: Body, journal: Journal | None = None) -> None:
+        self.emit(Answer(rid, body, journal))
 
     def fail(self, rid: int, error: BaseException, journal: Journal | None = None) -> None:
         """The final answer of a request that ended in an exception."""
@@ -139,11 +139,7 @@ class Engine:
         if session.chat is not session.chat_told:
             chat = bounded(session.chat) if session.chat != session.chat_told else None
             session.chat_told = session.chat
-        holding, live_bytes = self.memory.holding(session)
-        parts, numbers = None, tuple(part.number for part in holding.parts)
-        if numbers != session.parts_told:
-            session.parts_told = numbers
-            parts = [Part(each.number, each.nbytes, isinstance(each, Trunk)) for each in holding.parts]
+        told = self.memory.told(session)
         kinds = None
         if session.cache is not None and session.cache.quantised != session.quantised_told:
             session.quantised_told = session.cache.quantised
@@ -152,9 +148,10 @@ class Engine:
             session=session.id,
             keep=keep,
             tokens=session.tokens[keep:],
-            private_bytes=holding.own,
-            live_bytes=live_bytes,
-            parts=parts,
+            private_bytes=told.private,
+            shared_bytes=told.shared,
+            live_bytes=told.live,
+            capacity_bytes=told.capacity,
             kinds=kinds,
             resident=session.lent or session.stored > 0 or session.length <= 1,
             chat=chat,
@@ -176,18 +173,20 @@ class Engine:
         """One turn of the loop; False when nothing is left to do."""
         decoding, filling = self.decoding, self.filling
         self.sharing.turn()
-        decoding.join()
-        if self.blas is not None and len(filling.queue) > 0:
+        plan, cancelled = self.schedule.plan(), self._cancelled
+        self._cancelled = []
+        decoding.move(plan)
+        if self.blas is not None and plan.quantum:
             decoding.land_all()
-            filling.fill_alone(self.blas)
+            filling.turn_alone(plan, cancelled, self.blas)
             decoding.launch_all()
         else:
             decoding.step_all()
-            filling.fill()
+            filling.turn(plan, cancelled)
+        filling.stepped(decoding.launched)
         decoding.drop_empty()
-        if self._cancelled_any:
-            self._cancelled_any = False
-            decoding.end_cancelled()
+        for rid in cancelled:
+            decoding.end_cancelled(rid)
         if not self.requests:
             filling.idle()
         return bool(self.requests)
@@ -197,7 +196,7 @@ class Engine:
         request = self.requests.get(rid)
         if request is not None:
             request.cancelled = True
-            self._cancelled_any = True
+            self._cancelled.append(rid)
 
     def cancel_all(self) -> None:
         for rid in list(self.requests):
@@ -226,16 +225,19 @@ class Engine:
 
     def gauges(self) -> dict[str, float]:
         """What the pulse tells: figures by name, bytes and milliseconds where the name says so."""
+        most = sorted(self.schedule.spent_ms.by_owner.items(), key=lambda item: -item[1])[:OWNERS_TOLD]
         return {
             "sessions": len(self.sessions),
             "rows": self.decoding.rows,
-            "filling": len(self.filling.queue),
+            "parked": len(self.decoding.parked),
+            "waiting_fills": len(self.filling.works),
             "kv_bytes": self.kv_bytes,
             "kv_budget_bytes": self.memory.budget_bytes or 0,
-            "unconserved": self.conservation.violated,
             "tokens_decoded": self.decoding.tokens,
             "tokens_prefilled": self.filling.tokens,
             "steps": self.decoding.steps,
-            "step_ms": round(self.filling.pace.step_ms or 0.0, 3),
-            "prefill_ms_per_token": round(self.filling.pace.ms_per_token or 0.0, 4),
+            "step_ms": round(self.schedule.pace.step_ms or 0.0, 3),
+            "prefill_ms_per_token": round(self.schedule.pace.cost.per_token, 4),
+            "prefill_ms_per_pass": round(self.schedule.pace.cost.of_pass, 3),
+            **{f"device_ms.{owner}": round(ms, 3) for owner, ms in most},
         }

@@ -8,12 +8,13 @@ tokens are published.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 from mlx import nn
 
+from stateroom.caches.group import Group
 from stateroom.caches.session import SessionCache
 from stateroom.client.protocol import Progress, Receipt, Source
 from stateroom.daemon.engine.session import Change, Session, apply, chat_within
@@ -161,3 +162,18 @@ class Fill:
     def landed(self, tokens: int, arrays: list[mx.array]) -> None:
         self.session.stored += tokens
         self.computed += tokens
+
+
+def launch_together(model: nn.Module, pieces: Sequence[tuple[Fill, int]]) -> list[mx.array]:
+    """One pass over the next tokens of several fills, a row each, all of them or none.
+
+    Rows are padded behind to the longest; what was fed too much is trimmed again, as their layers allow.
+    """
+    caches = [fill.ready() for fill, _ in pieces]
+    width = max(tokens for _, tokens in pieces)
+    rows = [[*fill.next(tokens), *[0] * (width - tokens)] for fill, tokens in pieces]
+    Group(caches).forward(model, mx.array(rows, dtype=mx.uint32))
+    for cache, (_, tokens) in zip(caches, pieces, strict=True):
+        if tokens < width:
+            cache.trim(0, width - tokens)
+    return [array for cache in caches for array in cache.arrays()]

@@ -1,17 +1,17 @@
-"""The prefills of an engine: which runs next, the quantum on the device, and their ends."""
+"""The prefills of an engine: the pass on the device, and their ends. The schedule says which are next."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from stateroom.daemon.engine.blas_threads import BlasThreads
-from stateroom.daemon.engine.fill import Fill
+from stateroom.daemon.engine.fill import Fill, launch_together
 from stateroom.daemon.engine.score import Score
-from stateroom.daemon.scheduler.fills import FillQueue
-from stateroom.daemon.scheduler.pace import Pace
+from stateroom.daemon.scheduler.plan import Job, Plan
 
 if TYPE_CHECKING:
     from stateroom.daemon.engine.engine import Engine
@@ -21,100 +21,144 @@ Work = Fill | Score
 
 @dataclass(frozen=True, slots=True)
 class Quantum:
-    """The piece of a prefill that is on the device."""
+    """The pass that is on the device: a row each piece, so many tokens of it."""
 
-    work: Work
-    tokens: int
+    pieces: Sequence[tuple[Work, int]]
     arrays: list[mx.array]
 
 
-class Filling:
-    """Waiting prefills and the quantum in flight. `pace` sizes the quanta."""
+@dataclass(slots=True)
+class Turn:
+    """What ran since a quantum was launched, to be settled when the next one is."""
 
-    def __init__(self, engine: Engine, pace: Pace) -> None:
+    plan: Plan
+    began_ms: float
+    rows_then: int
+    rows: Collection[int] = ()  # rids that took a step
+    fed: list[tuple[int, int]] = field(default_factory=list)  # rid, tokens
+
+
+class Filling:
+    """Prefills that are not done, and the quantum in flight."""
+
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.pace = pace
-        self.queue: FillQueue[Work] = FillQueue()
+        self.works: dict[int, Work] = {}  # by rid
         self.quantum: Quantum | None = None
         self.tokens = 0  # computed since the start
-        self._turn_ms: float | None = None  # when the last turn came to its quantum; None after idling
-        self._turn_rows = 0  # rows that decoded then
-        self._turn_tokens = 0  # prefilled since
-
-    @property
-    def _streams(self) -> bool:
-        return bool(self._engine.decoding.batches)
-
-    def idle(self) -> None:
-        """Nothing is left to do: what comes next is no part of a turn."""
-        self._turn_ms = None
+        self._turn: Turn | None = None  # None after idling
 
     def begin(self, work: Work) -> None:
         """Queues a fill or a score; one with nothing to compute is done at once."""
-        self._engine.requests[work.rid] = work
-        self.queue.add(work, background=work.session.background)
-        if isinstance(work, Fill) and not self._computes(work):
+        self._engine.requests[work.rid] = self.works[work.rid] = work
+        if work.cancelled or not work.to_compute:
             self._end_work(work)
+        else:
+            self._engine.schedule.add(self._job(work))
 
-    @staticmethod
-    def _computes(fill: Fill) -> bool:
-        return max(fill.change.length - 1, 0) > fill.change.kv_keep
+    def _job(self, work: Work) -> Job:
+        session = work.session
+        # Where a session is to be quantised a pass is cut, and those who share it would wait for that.
+        joins = isinstance(work, Fill) and self._engine.schemes.groupable
+        joins = joins and not session.served.blueprint.scheme.quantise_after
+        return Job(
+            work.rid,
+            session.owner,
+            "fill",
+            session.background,
+            work.to_compute,
+            joins=joins,
+            pads=joins and session.served.caps.trim == "any",
+        )
 
-    def fill(self) -> None:
-        """Awaits the quantum in flight and launches the next."""
-        self._land_quantum()
-        self._measure_turn()
-        for cancelled in [work for work in self.queue if work.cancelled]:
-            self._end_work(cancelled)
-        if len(self.queue) and self._streams and self.pace.alone_due():
-            return
-        work = self.queue.turn()
-        if work is None:
-            return
-        try:
-            if work.started_ms is None:
-                work.start(self._engine.clock_ms())
-            tokens = work.piece(self.pace.quantum(work.remaining, streams=self._streams))
-            arrays = work.launch(self._engine.loaded.model, tokens)
-            mx.async_eval(arrays)
-            self.quantum = Quantum(work, tokens, arrays)
-        except Exception as error:
-            self._work_failed(work, error)
+    # ------------------------------------------------------------ a turn
 
-    def _measure_turn(self) -> None:
-        """What lies between two launches of quanta: a quantum, if there was one, and a step of the rows."""
-        began, before, tokens = self._turn_ms, self._turn_rows, self._turn_tokens
-        self._turn_ms, self._turn_tokens = self._engine.clock_ms(), 0
-        self._turn_rows = self._engine.decoding.rows
-        if began is not None and self._turn_rows == before:  # else rows were copied too, in or out
-            self.pace.measured_turn(self._turn_ms - began, tokens=tokens, streams=before > 0)
+    def turn(self, plan: Plan, cancelled: Collection[int]) -> None:
+        """Awaits the quantum in flight, ends what was cancelled, and launches the next."""
+        self._land()
+        self._settle()
+        for rid in cancelled:
+            if rid in self.works:
+                self._end_work(self.works[rid])
+        self._turn = Turn(plan, self._engine.clock_ms(), self._engine.decoding.rows)
+        self._launch(plan)
 
-    def fill_alone(self, blas: BlasThreads) -> None:
+    def turn_alone(self, plan: Plan, cancelled: Collection[int], blas: BlasThreads) -> None:
         """One quantum from launch to end, with nothing else on the device."""
         blas.many()
-        self.fill()
-        self._land_quantum()
+        self.turn(plan, cancelled)
+        self._land()
         blas.few()
 
-    def _land_quantum(self) -> None:
+    def stepped(self, rows: Collection[int]) -> None:
+        """These rows took a step beside the quantum."""
+        if self._turn is not None:
+            self._turn.rows = rows
+
+    def idle(self) -> None:
+        """Nothing is left to do: what comes next is no part of a turn."""
+        self._settle()
+
+    def _settle(self) -> None:
+        """What lies between two launches of quanta is paid for: a quantum, if there was one, and a step."""
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            steady = turn.rows_then == self._engine.decoding.rows  # else rows were moved, too
+            ms = self._engine.clock_ms() - turn.began_ms
+            self._engine.schedule.spent(turn.plan, ms, rows=turn.rows, fed=turn.fed, steady=steady)
+
+    def _launch(self, plan: Plan) -> None:
+        pieces = []
+        for rid, tokens in plan.quantum:
+            if not self._engine.schedule.planned(plan, rid):
+                continue  # it ended since
+            work = self.works[rid]
+            try:
+                if work.started_ms is None:
+                    work.start(self._engine.clock_ms())
+                    assert work.remaining == plan.jobs[rid].tokens
+                pieces.append((work, tokens))
+            except Exception as error:
+                self._work_failed(work, error)
+        if not pieces:
+            return
+        model = self._engine.loaded.model
+        try:
+            if len(pieces) == 1:
+                work, tokens = pieces[0]
+                pieces = [(work, work.piece(tokens))]
+                arrays = work.launch(model, pieces[0][1])
+            else:
+                arrays = launch_together(model, [(w, n) for w, n in pieces if isinstance(w, Fill)])
+            mx.async_eval(arrays)
+            self.quantum = Quantum(pieces, arrays)
+        except Exception as error:
+            self._pass_failed(pieces, error)
+
+    def _land(self) -> None:
         quantum, self.quantum = self.quantum, None
         if quantum is None:
             return
-        work = quantum.work
         try:
             mx.eval(quantum.arrays)
-            work.landed(quantum.tokens, quantum.arrays)
-            if isinstance(work, Fill):
-                self._tidy(work)
         except Exception as error:
-            self._work_failed(work, error)
+            self._pass_failed(quantum.pieces, error)
             return
-        self._turn_tokens += quantum.tokens
-        self.tokens += quantum.tokens
-        if isinstance(work, Fill) and work.progress:
-            self._engine.answer(work.rid, work.progressed())
-        if work.done:
-            self._end_work(work)
+        for work, tokens in quantum.pieces:
+            try:
+                work.landed(tokens, quantum.arrays)
+                if isinstance(work, Fill):
+                    self._tidy(work)
+            except Exception as error:
+                self._work_failed(work, error)
+                continue
+            if self._turn is not None:
+                self._turn.fed.append((work.rid, tokens))
+            self.tokens += tokens
+            if isinstance(work, Fill) and work.progress:
+                self._engine.answer(work.rid, work.progressed())
+            if work.done:
+                self._end_work(work)
 
     def _tidy(self, fill: Fill) -> None:
         """Behind a quantum: checkpoints; behind the last, windows without what they needed for the others."""
@@ -128,8 +172,7 @@ class Filling:
             self._engine.memory.mark(fill.session, cache, 0)
 
     def _end_work(self, work: Work) -> None:
-        self.queue.remove(work)
-        self._engine.requests.pop(work.rid, None)
+        self._forget(work)
         try:
             if work.started_ms is None and not work.cancelled:
                 work.start(self._engine.clock_ms())
@@ -137,9 +180,17 @@ class Filling:
         except Exception as error:
             self._refuse_work(work, error)
 
-    def _work_failed(self, work: Work, error: BaseException) -> None:
-        self.queue.remove(work)
+    def _forget(self, work: Work) -> None:
+        self.works.pop(work.rid, None)
         self._engine.requests.pop(work.rid, None)
+        self._engine.schedule.remove(work.rid)
+
+    def _pass_failed(self, pieces: Sequence[tuple[Work, int]], error: BaseException) -> None:
+        for work, _ in pieces:
+            self._work_failed(work, error)
+
+    def _work_failed(self, work: Work, error: BaseException) -> None:
+        self._forget(work)
         if isinstance(work, Fill):
             work.end_cancelled()
             work.session.drop_kv()

@@ -41,6 +41,10 @@ class Score:
         return self.remaining == 0
 
     @property
+    def to_compute(self) -> int:
+        return self.remaining
+
+    @property
     def remaining(self) -> int:
         return len(self.continuation) - len(self.logprobs)
 

@@ -90,6 +90,11 @@ class Stream:
         )
 
     @property
+    def computed(self) -> int:
+        """Tokens that had to be computed before it could begin."""
+        return self.prefilled - 1
+
+    @property
     def most(self) -> int:
         """The length that the session may come to."""
         return min(self.base + self.request.max_tokens, self.context)

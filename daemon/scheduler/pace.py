@@ -119,10 +119,3 @@ class Pace:
         # Whole multiples of the floor: a matrix product of 48 rows is no dearer than one of 41.
         whole = int(min(max(fitting, 0.0), QUANTUM_MAX)) // QUANTUM_MIN * QUANTUM_MIN
         return max(whole, QUANTUM_MIN)
-
-    @property
-    def ms_per_token(self) -> float | None:
-        return self.cost.per_token if self.cost.known else None
-
-    def quantum(self, remaining: int, *, streams: bool) -> int:
-        return min(remaining, self.room(hurried=streams))

@@ -77,8 +77,9 @@ class Schedule:
             self.places.remove(key)
             self._run = None
 
-    def __contains__(self, key: int) -> bool:
-        return key in self._jobs
+    def planned(self, plan: Plan, key: int) -> bool:
+        """Whether a job of the plan is still there, the same and not another one of its key."""
+        return key in self._jobs and self._jobs[key] is plan.jobs.get(key)
 
     @property
     def filling(self) -> int:
@@ -144,13 +145,14 @@ class Schedule:
         Args:
             ms: of the whole turn.
             rows: of `plan.run`, those that took a step; they may have ended since.
-            fed: of `plan.quantum`, (fill, tokens) that were computed, or will never be asked for again.
+            fed: of `plan.quantum`, (fill, tokens) that were computed.
             steady: no rows were moved or copied, so that the pace may learn from it.
         """
         self._book(plan.jobs, plan.booked, -1)
         given = dict(fed)
         for key, tokens in plan.quantum:
-            self._fills[plan.jobs[key].background].give_back(key, tokens - given.get(key, 0))
+            if self.planned(plan, key):
+                self._fills[plan.jobs[key].background].give_back(key, tokens - given.get(key, 0))
         passed = width(fed) * len(fed)
         if steady:
             self.pace.measured_turn(ms, tokens=passed, streams=bool(rows))

@@ -62,7 +62,7 @@ def test_half_a_message_is_nobodys_answer(bench: Bench, how: str) -> None:
         ask(bench, session, "two")
         bench.call(p.Trim(session=session, count=3))
     else:
-        bench.engine.filling.pace = Pace(idle_ms=0.01)
+        bench.engine.schedule.pace = Pace(idle_ms=0.01)
         rid = bench.start(p.Prefill(session=session, messages=[said("user", "two " * 80)]))
         while bench.session(session).stored < length + 20:
             bench.engine.step()

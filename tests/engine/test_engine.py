@@ -154,7 +154,8 @@ def test_more_streams_than_rows_share_the_turns(loaded: object) -> None:
     sessions = [bench.open([n + 1] * 6) for n in range(5)]
     rids = [bench.start(p.Decode(session=s, max_tokens=6, ignore_eos=True)) for s in sessions]
     bench.engine.step()
-    assert sorted(len(batch.members) for batch in bench.engine.decoding.batches) == [1, 2, 2]
+    assert bench.engine.decoding.rows == 2
+    assert bench.engine.gauges()["parked"] == 3
     bench.finish(*rids)
     for n, (session, rid) in enumerate(zip(sessions, rids, strict=True)):
         body = bench.final(rid)
@@ -211,21 +212,9 @@ def test_prefill_and_streams_do_not_starve_each_other(loaded: object) -> None:
     bench.check_law(short)
 
 
-def test_background_prefill_waits_but_moves() -> None:
-    from stateroom.daemon.scheduler.fills import BACKGROUND_EVERY, FillQueue
-
-    queue: FillQueue[str] = FillQueue()
-    queue.add("a", background=False)
-    queue.add("z", background=True)
-    turns = [queue.turn() for _ in range(2 * BACKGROUND_EVERY)]
-    assert turns.count("z") == 2
-    queue.remove("a")
-    assert queue.turn() == "z"
-
-
 def test_cancelled_prefill_keeps_whole_chunks(bench: Bench) -> None:
     """B20, B22: tokens and KV agree after a cancel at any chunk."""
-    bench.engine.filling.pace = Pace(idle_ms=1e-9)
+    bench.engine.schedule.pace = Pace(idle_ms=1e-9)
     session = bench.open(PROMPT)
     rid = bench.start(p.Prefill(session=session, tokens=list(range(100))))
     for _ in range(3):
