@@ -12,7 +12,7 @@ the number of threads is switched around it and work in flight would be caught h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import mlx.core as mx
 
@@ -20,10 +20,12 @@ from stateroom.caches import attention
 from stateroom.caches.errors import UnknownKind
 from stateroom.caches.probe import pieces_agree
 from stateroom.caches.stored_rows import SHARED_MIN
+from stateroom.caches.trunk import Trunk
 from stateroom.client.errors import Internal, StateroomError
 from stateroom.client.limits import BATCH_MAX
 from stateroom.client.protocol import Body, KindCaps, LengthResult, Receipt
 from stateroom.daemon.engine.blas_threads import BlasThreads
+from stateroom.daemon.engine.conservation import Conservation
 from stateroom.daemon.engine.cpu_forms import use_forms
 from stateroom.daemon.engine.decoding import Decoding
 from stateroom.daemon.engine.fill import Fill
@@ -35,7 +37,7 @@ from stateroom.daemon.engine.problem import ModelError
 from stateroom.daemon.engine.session import Session
 from stateroom.daemon.engine.sharing import Sharing
 from stateroom.daemon.engine.stream import Stream
-from stateroom.daemon.link import Answer, Journal, Journals, bounded
+from stateroom.daemon.link import Answer, Journal, Journals, Part, bounded
 from stateroom.daemon.scheduler.pace import Pace
 from stateroom.daemon.scheduler.schedule import Schedule
 
@@ -83,6 +85,7 @@ class Engine:
         self.decoding = Decoding(self)
         self.filling = Filling(self)
         self.sharing = Sharing(self)
+        self.conservation = Conservation(self)
         self._cancelled: list[int] = []  # since the last turn
         self._learn()
 
@@ -121,8 +124,12 @@ class Engine:
 
     # ------------------------------------------------------------ answers
 
-    def answer(self, rid: int, body: Body, journal: Journal | None = None) -> None:
-        self.emit(Answer(rid, body, journal))
+    def answer(
+        self, rid: int, body: Body, journal: Journal | None = None, born: Sequence[Session] = ()
+    ) -> None:
+        """`born`: sessions that the request made besides its own."""
+        journals = [self.journal(session, session.length) for session in born]
+        self.emit(Answer(rid, body, journal, journals))
 
     def fail(self, rid: int, error: BaseException, journal: Journal | None = None) -> None:
         """The final answer of a request that ended in an exception."""
@@ -139,7 +146,11 @@ class Engine:
         if session.chat is not session.chat_told:
             chat = bounded(session.chat) if session.chat != session.chat_told else None
             session.chat_told = session.chat
-        told = self.memory.told(session)
+        holding, live_bytes = self.memory.holding(session)
+        parts, numbers = None, tuple(part.number for part in holding.parts)
+        if numbers != session.parts_told:
+            session.parts_told = numbers
+            parts = [Part(each.number, each.nbytes, isinstance(each, Trunk)) for each in holding.parts]
         kinds = None
         if session.cache is not None and session.cache.quantised != session.quantised_told:
             session.quantised_told = session.cache.quantised
@@ -148,10 +159,9 @@ class Engine:
             session=session.id,
             keep=keep,
             tokens=session.tokens[keep:],
-            private_bytes=told.private,
-            shared_bytes=told.shared,
-            live_bytes=told.live,
-            capacity_bytes=told.capacity,
+            private_bytes=holding.own,
+            live_bytes=live_bytes,
+            parts=parts,
             kinds=kinds,
             resident=session.lent or session.stored > 0 or session.length <= 1,
             chat=chat,
@@ -233,6 +243,7 @@ class Engine:
             "waiting_fills": len(self.filling.works),
             "kv_bytes": self.kv_bytes,
             "kv_budget_bytes": self.memory.budget_bytes or 0,
+            "unconserved": self.conservation.violated,
             "tokens_decoded": self.decoding.tokens,
             "tokens_prefilled": self.filling.tokens,
             "steps": self.decoding.steps,
