@@ -7,6 +7,7 @@ A named read appends and attends, inside an open forward; each has one meaning, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import mlx.core as mx
 
@@ -15,7 +16,7 @@ from stateroom.caches.errors import NotShared
 from stateroom.caches.masks import Mask, block_overlay, encoder_mask, narrowed
 from stateroom.caches.reach import Window
 from stateroom.caches.rows import PackedRows
-from stateroom.caches.shared_reads import join_trunks
+from stateroom.caches.shared_reads import join_trunks, plain_pays, read_plainly
 from stateroom.kernels.dispatch import decode_attention, decode_form, join_segments, span_attention
 from stateroom.kernels.join_segments.reference import Attended
 from stateroom.kernels.sinks import with_sinks
@@ -43,6 +44,14 @@ def attend(
         exactly = queries.astype(mx.float32)
         return attend(rows, layer, exactly, keys, values, scale, mask, sinks).astype(queries.dtype)
     if rows.shares:
+        simple = queries.shape[2] == 1 and sinks is None and decode_form() == "folded"
+        if (
+            simple
+            and _hides_no_trunk(mask, rows)
+            and rows.is_ours(layer, keys, values)
+            and plain_pays(rows, layer)
+        ):
+            return read_plainly(rows, layer, queries, keys, values, scale, mask)
         joined = _attend_shared(rows, layer, queries, keys, values, scale, mask)
         return (joined if sinks is None else with_sinks(joined, sinks)).output
     alone = queries.shape[2] == 1
@@ -54,6 +63,12 @@ def attend(
     if alone and sinks is None and not isinstance(mask, str) and _is_of_columns(mask):
         return decode_attention(queries, keys, values, scale, mask)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
+def _hides_no_trunk(mask: Mask, rows: PackedRows) -> TypeGuard[mx.array | None]:
+    """It is one of the rows' own, about their columns alone."""
+    columns = None if isinstance(mask, str) else rows.spans(mask)
+    return columns is not None and columns[1] is None
 
 
 def _attend_shared(

@@ -3,6 +3,9 @@
 Partial attentions are joined by their log-sum-exp. A trunk's tokens all come before the queries, so that its
 read needs no mask, and all queries of all its rows lie side by side as the queries of one row. Source of the
 idea: Hydragen (arXiv 2402.05099).
+
+For few rows or few tokens a pass of its own costs more than it saves, on a CPU: then each row reads its
+trunks by itself (`read_costs.py`).
 """
 
 from __future__ import annotations
@@ -10,10 +13,37 @@ from __future__ import annotations
 import mlx.core as mx
 
 from stateroom.caches.codecs.read import read, read_masked
+from stateroom.caches.read_costs import USUAL, ReadCosts
 from stateroom.caches.rows import PackedRows
 from stateroom.caches.trunk import Level, Trunk, levels
+from stateroom.kernels.decode_attention import attention_in_parts
 from stateroom.kernels.join_segments.reference import Attended
 from stateroom.kernels.spans import Spans
+
+_costs = USUAL
+
+
+def costs() -> ReadCosts:
+    """By which they are now."""
+    return _costs
+
+
+def use_costs(costs: ReadCosts) -> None:
+    """From now on trunks are read plainly or not by these."""
+    global _costs
+    _costs = costs
+
+
+def plain_pays(rows: PackedRows, layer: int) -> bool:
+    """Whether the open forward's rows have the same trunks, of a dense layer, and should each read them."""
+    same = all(len(level.reads) == 1 and not level.missing for level in _levels(rows))
+    if not same or not rows.is_dense(layer):
+        return False
+    nbytes = 0
+    for view in rows.chains[0]:
+        for (plane,) in rows.layer_planes(view.trunk.planes, layer):
+            nbytes += view.length * plane.shape[1] * plane.shape[3] * plane.itemsize
+    return _costs.plain(rows.layout.rows, nbytes, len(rows.chains[0]))
 
 
 def join_trunks(
@@ -23,13 +53,38 @@ def join_trunks(
 
     Every query sees something of its row's columns: its own token at least.
     """
+    joined = Attended(own.output.astype(mx.float32), own.lse)
+    for level in _levels(rows):
+        joined = _joined(joined, _level(rows, layer, queries, level, scale, window))
+    return Attended(joined.output.astype(queries.dtype), joined.lse)
+
+
+def read_plainly(
+    rows: PackedRows,
+    layer: int,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: mx.array | None,
+) -> mx.array:
+    """One query a row, of dense rows with the same trunks: each row reads them by itself, all in one softmax.
+
+    keys and values are of the rows' own columns, and `mask` is about those.
+    """
+    parts = []
+    for view in rows.chains[0]:
+        planes = rows.layer_planes(view.trunk.planes, layer)
+        parts.append([plane[:, :, : view.length] for (plane,) in planes])
+    parts.append([keys, values])
+    return attention_in_parts(queries, [k for k, _ in parts], [v for _, v in parts], scale, mask)
+
+
+def _levels(rows: PackedRows) -> list[Level]:
     forward = rows.forward
     if forward.levels is None:
         forward.levels = levels(rows.chains)
-    joined = Attended(own.output.astype(mx.float32), own.lse)
-    for level in forward.levels:
-        joined = _joined(joined, _level(rows, layer, queries, level, scale, window))
-    return Attended(joined.output.astype(queries.dtype), joined.lse)
+    return forward.levels
 
 
 def _joined(one: Attended, other: Attended) -> Attended:

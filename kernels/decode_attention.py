@@ -8,6 +8,7 @@ takes 12 ns an element and its power 4.4, so weights are powers of two (`weights
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -45,6 +46,32 @@ def decode_attention(
     else:
         attended = mx.softmax(scores, axis=-1, precise=True) @ values
     return attended.reshape(rows, heads, 1, values.shape[-1])
+
+
+def attention_in_parts(
+    queries: mx.array,
+    keys: Sequence[mx.array],
+    values: Sequence[mx.array],
+    scale: float,
+    mask: mx.array | None = None,
+) -> mx.array:
+    """`decode_attention` of tokens that lie in several arrays, in one softmax over all their scores.
+
+    Parts of one row are seen by all rows. `mask`: of the last part; all of the others is visible. No key or
+    value is copied, and nothing has to be joined by log-sum-exp.
+    """
+    rows, heads, _, width = queries.shape
+    kv_heads = keys[0].shape[1]
+    folded = (queries * (scale * LOG2_E)).reshape(rows, kv_heads, heads // kv_heads, width)
+    each = [product_with_keys(folded, part) for part in keys]
+    if mask is not None:
+        each[-1] = mx.where(mask, each[-1], mx.finfo(each[-1].dtype).min)
+    weights, total, _ = weighed(mx.concatenate(each, axis=-1).astype(mx.float32))
+    first, attended = 0, mx.array(0.0)
+    for scores, part in zip(each, values, strict=True):
+        stop = first + scores.shape[-1]
+        attended, first = attended + weights[..., first:stop] @ part, stop
+    return (attended / total).astype(queries.dtype).reshape(rows, heads, 1, values[0].shape[-1])
 
 
 def product_with_keys(folded: mx.array, keys: mx.array) -> mx.array:

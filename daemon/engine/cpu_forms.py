@@ -13,6 +13,8 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models import activations
 
+from stateroom.caches.read_trial import measured
+from stateroom.caches.shared_reads import use_costs
 from stateroom.daemon.engine.cpu_linear import use_pieces
 from stateroom.daemon.engine.cpu_rope import use_rotations
 from stateroom.kernels.decode_attention import LOG2_E
@@ -49,6 +51,7 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 def use_forms(model: nn.Module) -> None:
     """Gives a model on a CPU the forms of this folder for its float32 layers. No parameter changes."""
+    use_costs(measured())
     use_pieces(model)
     use_rotations(model)
     for module in model.modules():

@@ -8,7 +8,6 @@ are turned by either form, and a float32 angle of a far position is off by more 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable
 from typing import Any
 
@@ -61,12 +60,12 @@ class Rotation:
 
     def _matrices(self, offset: int | mx.array, count: int, width: int) -> mx.array:
         try:
-            # By value: arrays may be changed in place, and what mlx evaluates is bound to a thread's stream.
+            # By value: mlx-lm's caches change their arrays of offsets in place.
             values = offset.tolist() if isinstance(offset, mx.array) else offset
         except ValueError:  # a trace, which has no values yet, and finds equal parts by itself
             return self._made(offset, count, width)
         at = tuple(values) if isinstance(values, list) else values
-        key = (threading.get_ident(), at, count, width)
+        key = (at, count, width)
         if key not in self._kept:
             while len(self._kept) >= KEPT_MOST:
                 del self._kept[next(iter(self._kept))]

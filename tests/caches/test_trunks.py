@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,11 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.architectures.configs import make
 from tests.tiny import make_tiny_model
 
-from stateroom.caches import snapshot
+from stateroom.caches import shared_reads, snapshot
 from stateroom.caches.attention import install
 from stateroom.caches.codecs.scheme import Scheme
 from stateroom.caches.compiled import CannotCompile, CompiledDecode
 from stateroom.caches.probe import branches_agree
+from stateroom.caches.read_costs import ReadCosts
 from stateroom.caches.session import SessionCache
 from stateroom.caches.stored_rows import CHAIN_MAX
 from stateroom.caches.trunk import Trunk, levels
@@ -29,6 +32,23 @@ RELATIVE = 1e-4  # of the largest logit
 QUANTISED = 0.02  # other pieces of a prompt round otherwise
 VOCAB = 90
 SHARING = ["llama", "qwen3", "gemma3_text", "gpt_oss", "lfm2", "falcon_h1", "qwen3_next", "mamba2"]
+
+
+class InTurns(ReadCosts):
+    """Trunks that may be are read by each row by itself in every second layer or step."""
+
+    turns = itertools.cycle([True, False])
+
+    def plain(self, rows: int, nbytes: int, passes: int = 1) -> bool:
+        return next(self.turns)
+
+
+@pytest.fixture(autouse=True)
+def both_ways_of_reading() -> Iterator[None]:
+    before = shared_reads.costs()
+    shared_reads.use_costs(InTurns(1.0, 1.0))
+    yield
+    shared_reads.use_costs(before)
 
 
 @cache

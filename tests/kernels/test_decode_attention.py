@@ -8,6 +8,7 @@ import pytest
 from tests.kernels.oracle import attend
 
 from stateroom.kernels import dispatch
+from stateroom.kernels.decode_attention import attention_in_parts
 from stateroom.kernels.dispatch import Form
 
 FORMS: list[Form] = ["folded", "fused"]
@@ -46,6 +47,29 @@ def test_against_float64(
     for row in range(b):
         want = attend(exact[0][row], exact[1][row], exact[2][row], 0.3)
         np.testing.assert_allclose(np.array(got[row].astype(mx.float32)), want, atol=TOLERANCE[dtype] * 3)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (5, 1)])
+@pytest.mark.parametrize("lengths", [(7,), (71, 13), (301, 1, 29), (2_111, 37)])
+def test_parts_are_read_as_one_array(heads: int, kv_heads: int, lengths: tuple[int, ...]) -> None:
+    """All but the last are one row's, which every row sees; of the last each sees what its mask shows."""
+    b, d, dv, last = 3, 11, 5, lengths[-1]
+    q, own = drawn(1, b, heads, 1, d), (drawn(2, b, kv_heads, last, d), drawn(3, b, kv_heads, last, dv))
+    held = [(drawn(4 + n, 1, kv_heads, n, d), drawn(5 + n, 1, kv_heads, n, dv)) for n in lengths[:-1]]
+    seen = np.ones((b, 1, 1, last), bool)
+    seen[1, ..., : last // 2] = False
+    parts = [*held, own]
+    got = attention_in_parts(
+        mx.array(q), [mx.array(k) for k, _ in parts], [mx.array(v) for _, v in parts], 0.3, mx.array(seen)
+    )
+    assert got.shape == (b, heads, 1, dv)
+    for row in range(b):
+        first = last // 2 if row == 1 else 0
+        keys, values = (
+            np.concatenate([*(part[i][0] for part in held), own[i][row, :, first:]], axis=1) for i in range(2)
+        )
+        want = attend(q[row], keys, values, 0.3)
+        np.testing.assert_allclose(np.array(got[row]), want, atol=TOLERANCE[mx.float32] * 3)
 
 
 @pytest.mark.parametrize("form", FORMS)
