@@ -1,0 +1,74 @@
+"""What the store knows of each thing, as it is written. Times are of the wall clock: they outlive a boot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from stateroom.client.protocol import KV, SessionClass
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRow:
+    """A session but for its tokens and its chat."""
+
+    id: str
+    owner: str
+    model: str
+    session_class: SessionClass
+    created_ms: int
+    used_ms: int
+    name: str | None = None
+    ttl_s: float | None = None
+    kv: KV | None = None  # as it was opened
+    parents: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRow:
+    """A snapshot on disk. `session`: whose; it may be closed by now. `automatic`: nobody asked for it."""
+
+    id: str
+    owner: str
+    model: str
+    length: int
+    nbytes: int
+    created_ms: int
+    name: str | None = None
+    session: str | None = None
+    automatic: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.id
+
+
+@dataclass(frozen=True, slots=True)
+class PublicationRow:
+    """The first `length` tokens of a session, for any owner to fork."""
+
+    name: str
+    owner: str
+    session: str
+    length: int
+    created_ms: int
+
+    @property
+    def key(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """A model that sessions are of, and what it was when it was last loaded."""
+
+    id: str
+    spec: str
+    fingerprint: dict[str, str]
+    loaded_ms: int
+
+    @property
+    def key(self) -> str:
+        return self.id
+
+
+Row = SnapshotRow | PublicationRow | ModelRow
