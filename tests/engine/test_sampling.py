@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from stateroom.client.errors import Invalid
 from stateroom.client.protocol import Sampling
+from stateroom.daemon.engine import sampling as drawing
 from stateroom.daemon.engine.sampling import Row, _adjust, check, row_key, sample
 
 V = 37
@@ -375,3 +377,41 @@ def test_the_greedy_path_is_one_argmax(tmp_path: Path) -> None:
     assert steps.count("ArgReduce") == 1
     assert sorted(step for step in steps if step != "Squeeze") == ["ArgReduce", "Sum"]
     assert drawn.tokens.tolist() == mx.argmax(logits, axis=-1).tolist()
+
+
+@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="on a GPU all are put in order")
+@pytest.mark.parametrize("steps", [0.0, 0.5])
+@pytest.mark.parametrize("spreads", [(3.0, 3.0, 3.0), (0.05, 0.05, 0.05), (0.05, 3.0, 0.05)])
+def test_the_head_of_a_nucleus_draws_what_the_whole_order_draws(
+    steps: float, spreads: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Narrow and flat distributions, with many equal logits and without, beside a floor and without one."""
+    vocab, found = 4 * drawing.RANKED + 7, []
+    head = drawing._head_of_nucleus
+
+    def spied(*args: Any) -> Any:
+        found.append(head(*args))
+        return found[-1]
+
+    monkeypatch.setattr(drawing, "_head_of_nucleus", spied)
+    random = np.random.default_rng(11)
+    numbers = random.standard_normal((3, vocab)) * np.array(spreads)[:, None]
+    logits = mx.array((np.round(numbers / steps) * steps if steps else numbers).astype(np.float32))
+    options = [
+        Sampling(temperature=0.9, top_p=0.4),
+        Sampling(temperature=1.7, top_p=0.8, min_p=0.01),
+        Sampling(temperature=0.4, top_p=0.6),
+    ]
+    for seed in range(8):
+        rows = [Row(sampling=option, seed=seed + i, position=3) for i, option in enumerate(options)]
+        drawn = sample(logits, rows).tokens.tolist()
+        with monkeypatch.context() as patched:
+            patched.setattr(drawing, "RANKED", vocab)
+            assert drawn == sample(logits, rows).tokens.tolist()
+    # A flat distribution has no small nucleus, and is put in order whole.
+    assert [whole for _, whole in found] == [[spread > 1 for spread in spreads]] * 8
+
+
+def test_a_top_p_of_nothing_among_equal_logits_draws_the_first() -> None:
+    row = Row(sampling=Sampling(temperature=1.0, top_p=1e-300))
+    assert sample(mx.zeros((1, 4 * drawing.RANKED)), [row]).tokens.tolist() == [0]
