@@ -135,4 +135,3 @@ class Fills:
                 order[pending.job.key] = order.pop(pending.job.key)
         if owner in self._owners:  # of two owners that have had the same, the other is next
             self._owners[owner] = self._owners.pop(owner)
-
