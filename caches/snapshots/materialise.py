@@ -6,7 +6,7 @@ Only tokens that the session has: of a trunk, as much as the session has in view
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import mlx.core as mx
 
@@ -43,20 +43,51 @@ def materialise(cache: SessionCache, tokens: Sequence[int], trunks: Trunks, chat
 
     Raises ValueError for a group, and for fewer tokens than have KV.
     """
+    steps = materialising(cache, tokens, trunks, chat)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            made: Material = done.value
+            return made
+
+
+def materialising(
+    cache: SessionCache, tokens: Sequence[int], trunks: Trunks, chat: bytes = b""
+) -> Generator[None, None, Material]:
+    """The same in steps of a tensor each, between which others may be served.
+
+    What comes of it is the session as it was at the first step, whatever it does meanwhile; its own arrays
+    are held until then, twice.
+    """
     if cache.rows != 1 or not cache.offsets[0] <= len(tokens):
         raise ValueError(f"{len(tokens)} tokens for KV of {cache.offsets}")
-    runs: list[PlainRun] = []
+    all_tokens = array("I", tokens)
+    views: list[tuple[int, View]] = []
     stores: list[Store] = []
     for n, store in enumerate(cache.stores):
         if isinstance(store, PackedRows) and store.chains[0]:
-            runs += [_run(n, view, trunks) for view in store.chains[0]]
+            views += [(n, view) for view in store.chains[0]]
             store = store.sharing()
             store.chains = ((),)
         stores.append(store)
     taken = snapshot.take(cache.holding(stores, cache.offsets))
     facts: dict[str, Fact] = dict(taken.facts)
-    tail = tuple(plain(name, tensor) for name, tensor in sorted(taken.arrays.items()))
-    return Material(array("I", tokens), kv_parts(cache.blueprint), facts, tail, tuple(runs), chat)
+    tail: list[Plain] = []
+    for name, tensor in sorted(taken.arrays.items()):
+        tail.append(plain(name, tensor))
+        yield
+    runs: list[PlainRun] = []
+    for n, view in views:
+        told = trunks.told(view.trunk, view.length)
+        copied: list[Plain] = []
+        for place, plane in enumerate(view.trunk.planes):
+            if told is None and plane is not None:
+                copied.append(plain(str(place), plane[:, :, : view.length]))
+                yield
+        at = n, view.trunk.start, view.length, trunks.key(view.trunk)
+        runs.append(PlainRun(*at, tuple(copied), told))
+    return Material(all_tokens, kv_parts(cache.blueprint), facts, tuple(tail), tuple(runs), chat)
 
 
 def kv_parts(blueprint: Blueprint) -> dict[str, str]:
@@ -78,13 +109,3 @@ def plain(name: str, tensor: mx.array) -> Plain:
     """A copy in plain bytes; half precision stays as it is."""
     flat = mx.view(mx.contiguous(tensor).reshape(-1), mx.uint8)
     return Plain(name, WORDS[tensor.dtype], tuple(tensor.shape), bytes(memoryview(flat)))  # type: ignore[arg-type]  # stubs lack buffers
-
-
-def _run(store: int, view: View, trunks: Trunks) -> PlainRun:
-    trunk, length = view.trunk, view.length
-    at = store, trunk.start, length, trunks.key(trunk)
-    if (told := trunks.told(trunk, length)) is not None:
-        return PlainRun(*at, told=told)
-    live = {f"{n}": mx.contiguous(p[:, :, :length]) for n, p in enumerate(trunk.planes) if p is not None}
-    mx.eval(list(live.values()))
-    return PlainRun(*at, tensors=tuple(plain(name, tensor) for name, tensor in live.items()))

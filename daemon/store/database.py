@@ -21,6 +21,8 @@ EXCLUSIVE = "locking_mode = EXCLUSIVE"
 PRAGMAS = (
     # A flush appends to a log in one go: no page is written in place before it is safe somewhere.
     "journal_mode = WAL",
+    # Without syncing in each flush: `Store.write` says when to.
+    "synchronous = NORMAL",
     "wal_autocheckpoint = 1000",
     f"journal_size_limit = {WAL_BYTES_MAX}",
     # macOS: fsync alone leaves bytes in the drive's cache.
@@ -35,12 +37,8 @@ PRAGMAS = (
 )
 
 
-def connect(
-    file: Path, synchronous: str = "NORMAL", migrations: Sequence[str] = MIGRATIONS
-) -> sqlite3.Connection:
+def connect(file: Path, migrations: Sequence[str] = MIGRATIONS) -> sqlite3.Connection:
     """The open database, checked from end to end and brought to the last version.
-
-    `synchronous`: FULL syncs the log in every flush, NORMAL only now and then; see docs/persistence.md.
 
     Raises `Corrupt`, `Newer`, `Foreign`, `Locked`; OSError when the file can't be made, `NotWritten` when the
     disk is full or fails.
@@ -55,7 +53,7 @@ def connect(
                 # Free pages are given back bit by bit, see `Store.write`; told before there is a table.
                 connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
             _check(connection, file, len(migrations))  # before anything changes it
-            for pragma in (*PRAGMAS, f"synchronous = {synchronous}"):
+            for pragma in PRAGMAS:
                 connection.execute(f"PRAGMA {pragma}")
         _migrate(connection, migrations)
     except BaseException:

@@ -57,12 +57,12 @@ class _End:
 class Store:
     """The open file. Raises, when made, what `connect` does and `Corrupt` for rows that are damaged."""
 
-    def __init__(
-        self, file: Path, synchronous: str = "NORMAL", migrations: Sequence[str] = schema.MIGRATIONS
-    ) -> None:
+    def __init__(self, file: Path, migrations: Sequence[str] = schema.MIGRATIONS) -> None:
         self.file = file
-        self._connection = connect(file, synchronous, migrations)
+        self._connection = connect(file, migrations)
         self._ends: dict[str, _End] = {}
+        self._version = len(migrations)
+        self._lasting = True  # nothing was written that a loss of power could take
         try:
             with told(file):
                 self.loaded = self._load()
@@ -76,15 +76,19 @@ class Store:
 
     # ------------------------------------------------------------ writing
 
-    def write(self, batch: Batch) -> None:
-        """All of a batch or nothing of it.
+    def write(self, batch: Batch, lasting: bool = False) -> None:
+        """All of a batch or nothing of it. It outlives this process at once, whatever ends that.
+
+        `lasting`: this batch and all before it outlive a loss of power too, at the price of a sync of the disk;
+        of those since the last such one, the later may then be lost, never an earlier one alone.
 
         Raises `NotWritten` (the disk is full, or fails): put the batch back and try again later.
         """
-        if not batch:
+        if not batch and (self._lasting or not lasting):
             return
         ends = dict(self._ends)
         with told(self.file):
+            self._run(f"PRAGMA synchronous = {'FULL' if lasting else 'NORMAL'}")
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 self._write_sessions(batch.sessions, ends)
@@ -94,12 +98,14 @@ class Store:
                         self._run(f"DELETE FROM {table.name} WHERE {table.key} = ?", key)
                     else:
                         self._run(table.upsert, *table.values(row))
+                if lasting and not batch:  # a commit of nothing syncs nothing
+                    self._run(f"PRAGMA user_version = {self._version}")
                 self._connection.execute("COMMIT")
             except BaseException:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
-            self._ends = ends
+            self._ends, self._lasting = ends, lasting
             self._give_back()
 
     def _write_sessions(self, deltas: dict[str, Delta], ends: dict[str, _End]) -> None:

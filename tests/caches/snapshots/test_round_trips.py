@@ -20,7 +20,7 @@ from stateroom.caches.blueprint import Blueprint
 from stateroom.caches.codecs.scheme import Scheme
 from stateroom.caches.session import SessionCache
 from stateroom.caches.snapshots.library import Library
-from stateroom.caches.snapshots.materialise import materialise
+from stateroom.caches.snapshots.materialise import materialise, materialising
 from stateroom.caches.snapshots.refusals import Corrupt, Mismatch
 from stateroom.caches.snapshots.saving import Restored, restore, save
 from stateroom.caches.snapshots.trunks import Trunks
@@ -295,3 +295,31 @@ def test_a_group_is_refused(library: Library) -> None:
         feed(session, model_of("llama_64"), text(5))
     with pytest.raises(ValueError, match="KV of"):
         materialise(SessionCache.merge_rows(sessions), text(5), Trunks())
+
+
+def test_in_steps_it_is_the_session_of_the_first_step(library: Library) -> None:
+    """Whatever it does between the steps: goes on, is trimmed, branches."""
+    model, trunks = model_of("qwen3_next_64"), Trunks()
+    parent = empty("qwen3_next_64")
+    feed(parent, model, text(100))
+    session = parent.branch()
+    feed(session, model, text(20, 3))
+    before, tokens = raw(session), text(100) + text(20, 3)
+    steps = materialising(session, tokens, trunks)
+    count = 0
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            material = done.value
+            break
+        count += 1
+        tokens.append(count)
+        feed(session, model, [count])
+        if count == 2:
+            session.branch()
+    assert count == len(material.tail) + len(material.runs[0].tensors)
+    made = library.write(material, MODEL, about())
+    back = restore(library, made.id, empty("qwen3_next_64"), MODEL, trunks)
+    assert back.tokens == tokens[:120]
+    assert raw(back.cache) == before

@@ -207,3 +207,25 @@ def test_it_is_a_database_that_others_can_read(file: Path) -> None:
     with sqlite3.connect(file) as connection:
         assert connection.execute("SELECT id, owner FROM sessions").fetchall() == [("a", "owner")]
         assert connection.execute("SELECT hex(tokens) FROM pieces").fetchall() == [("01000000FFFFFFFF",)]
+
+
+def test_what_is_to_last_is_committed_with_a_sync(file: Path) -> None:
+    """Each flush says which it is; when the last ones were not, an empty one that is to last writes too."""
+    store, pending = Store(file), Pending()
+    made: list[str] = []
+    store._connection.set_trace_callback(made.append)
+
+    def flush(lasting: bool, new: int) -> list[str]:
+        made.clear()
+        for n in range(new):
+            pending.session(SessionRow(f"a{n}", "owner", "model", "interactive", 1, 1))
+        store.write(pending.take(), lasting)
+        return [each for each in made if each.startswith(("PRAGMA synchronous", "PRAGMA user", "COMMIT"))]
+
+    assert flush(False, 1) == ["PRAGMA synchronous = NORMAL", "COMMIT"]
+    assert flush(True, 1) == ["PRAGMA synchronous = FULL", "COMMIT"]
+    assert flush(True, 0) == []
+    assert flush(False, 1) == ["PRAGMA synchronous = NORMAL", "COMMIT"]
+    assert flush(False, 0) == []
+    assert flush(True, 0) == ["PRAGMA synchronous = FULL", "PRAGMA user_version = 1", "COMMIT"]
+    assert flush(True, 0) == []
