@@ -7,9 +7,11 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from stateroom.client.limits import BATCH_MAX
 from stateroom.daemon.exits import CONFIG, Leave
 from stateroom.daemon.logs import LogFormat
 from stateroom.daemon.models import resolve
+from stateroom.daemon.scheduler.fairness import WEIGHT_MAX, WEIGHT_MIN
 
 WORKER_COMMAND = (sys.executable, "-m", "stateroom.daemon.engine.worker")
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -50,6 +52,9 @@ class Config:
     models: tuple[ModelSpec, ...] = ()  # loaded at start; the first is the default
     allow_any_model: bool = False  # clients may name paths and Hugging Face ids
     kv_budget_bytes: int | None = None
+    weights: tuple[tuple[str, float], ...] = ()  # of apps whose part of a device isn't 1
+    gap_ms: float | None = None  # of running streams; None: by the device
+    rows_max: int = BATCH_MAX
     log_format: LogFormat = "console"
     log_level: str = "info"
     log_content: bool = False
@@ -71,6 +76,31 @@ def parse_bytes(text: str) -> int:
     if size <= 0:
         raise Leave(CONFIG, f"A size of {text!r} leaves no room for anything.")
     return size
+
+
+def parse_weights(given: list[str]) -> tuple[tuple[str, float], ...]:
+    """`editor=4`: apps and their weights.
+
+    Raises:
+        Leave: one can't be read, is out of range, or is given twice.
+    """
+    made: dict[str, float] = {}
+    for text in given:
+        app, _, number = text.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = 0.0
+        if not app or not WEIGHT_MIN <= weight <= WEIGHT_MAX:
+            raise Leave(
+                CONFIG,
+                f"{text!r} is no weight; write it like editor=4, with a number from {WEIGHT_MIN:g} to "
+                f"{WEIGHT_MAX:g}.",
+            )
+        if app in made:
+            raise Leave(CONFIG, f"The app {app!r} is given two weights.")
+        made[app] = weight
+    return tuple(made.items())
 
 
 def model_id(spec: str) -> str:

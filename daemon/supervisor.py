@@ -20,6 +20,7 @@ import zmq
 from structlog.typing import FilteringBoundLogger
 
 from stateroom.client.errors import EngineLost, Unsupported
+from stateroom.client.limits import BATCH_MAX
 from stateroom.client.protocol import ModelInfo
 from stateroom.daemon.blas import Blas, preloaded
 from stateroom.daemon.clock import Clock
@@ -380,6 +381,12 @@ class Supervisor:
         made += ["--model-id", spec.id, "--log", config.log_format, "--log-level", config.log_level]
         if config.kv_budget_bytes is not None:
             made += ["--kv-budget", str(config.kv_budget_bytes)]
+        if config.gap_ms is not None:
+            made += ["--gap-ms", str(config.gap_ms)]
+        for app, weight in config.weights:
+            made += ["--weight", f"{app}={weight:g}"]
+        if config.rows_max != BATCH_MAX:
+            made += ["--rows-max", str(config.rows_max)]
         return made
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 import typer
 
 from stateroom.client.errors import BadEndpoint
+from stateroom.client.limits import BATCH_MAX
 from stateroom.client.paths import check_endpoint, default_endpoint, ipc_path, runtime_dir
-from stateroom.daemon.config import Config, model_specs, parse_bytes
+from stateroom.daemon.config import Config, model_specs, parse_bytes, parse_weights
 from stateroom.daemon.exits import CONFIG, Leave
 from stateroom.daemon.logs import LogFormat
 from stateroom.daemon.models import models_dir
@@ -36,6 +37,20 @@ def serve(
             "admitted: for a decode, by its next 256 tokens."
         ),
     ] = None,
+    weight: Annotated[
+        list[str] | None,
+        typer.Option(help="APP=N: this app gets N times what others get of a device when they all wait."),
+    ] = None,
+    gap_ms: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0,
+            help="How long a prefill may keep running streams waiting. [50 on a GPU, 3 steps on a CPU]",
+        ),
+    ] = None,
+    rows_max: Annotated[
+        int, typer.Option(min=1, max=BATCH_MAX, help="Streams of a model that decode at once; others wait.")
+    ] = BATCH_MAX,
     allow_any_model: Annotated[
         bool, typer.Option(help="Let clients open any model by its path or Hugging Face id.")
     ] = False,
@@ -66,6 +81,9 @@ def serve(
         models=model_specs(model or [], models_dir()),
         allow_any_model=allow_any_model,
         kv_budget_bytes=parse_bytes(kv_budget) if kv_budget else None,
+        weights=parse_weights(weight or []),
+        gap_ms=gap_ms,
+        rows_max=rows_max,
         log_format=log,
         log_level=log_level,
         log_content=log_content,

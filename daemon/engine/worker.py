@@ -13,13 +13,14 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 import zmq
 from structlog.typing import FilteringBoundLogger
 
+from stateroom.client.limits import BATCH_MAX
 from stateroom.client.protocol import ModelInfo
 from stateroom.daemon.engine.blas_threads import BlasThreads
 from stateroom.daemon.link import (
@@ -46,7 +47,6 @@ ORPHAN_EXIT_S = 1.0  # after the broker's end, for the step in flight; then the 
 COMMANDS_PER_TURN = 256  # taken between two turns, so that a flood can't starve the streams
 STOP_TURNS_S = 3.0  # for ending open requests when told to stop
 EVENTS, READABLE = int(zmq.EVENTS), int(zmq.POLLIN)  # as numbers: pyzmq takes its time over its enums
-GAP_STEPS_CPU = 6.0  # a quantum of three is mostly the reading of weights
 GAP_MS_GPU = 50.0  # inter-token budget of a running stream on a GPU; a CPU's is in steps
 
 
@@ -134,12 +134,23 @@ def reporter(log: FilteringBoundLogger) -> Callable[[BaseException], str]:
     return report
 
 
+def weights_of(given: Sequence[str]) -> dict[str, float]:
+    """From APP=N, as the supervisor writes them."""
+    pairs = (text.rpartition("=") for text in given)
+    return {app: float(number) for app, _, number in pairs}
+
+
 def make_engine(
     loaded: LoadedModel,
     emit: Callable[[Answer | Journals], None],
     report: Callable[[BaseException], str],
     kv_budget: int | None,
+    *,
+    gap_ms: float | None = None,
+    weights: Mapping[str, float] | None = None,
+    rows_max: int = BATCH_MAX,
 ) -> Engine:
+    """An engine for this device. `gap_ms`: of running streams; None: what is usual on it."""
     from stateroom.daemon.engine.engine import Engine
 
     on_gpu = str(loaded.facts.get("device", "cpu")).startswith("gpu")
@@ -150,7 +161,9 @@ def make_engine(
         emit=emit,
         report=report,
         kv_budget_bytes=kv_budget,
-        pace=Pace(gap_ms=GAP_MS_GPU if on_gpu else None, gap_steps=GAP_STEPS_CPU),
+        pace=Pace(gap_ms=GAP_MS_GPU if gap_ms is None and on_gpu else gap_ms),
+        weights=weights,
+        rows_max=rows_max,
         blas=blas,
     )
     if blas is not None and not blas.pays(engine.trial_step()):
@@ -164,6 +177,9 @@ def main(
     model: Annotated[str, typer.Option()],
     model_id: Annotated[str, typer.Option()],
     kv_budget: Annotated[int | None, typer.Option()] = None,
+    gap_ms: Annotated[float | None, typer.Option()] = None,
+    weight: Annotated[list[str] | None, typer.Option()] = None,
+    rows_max: Annotated[int, typer.Option()] = BATCH_MAX,
     log_format: Annotated[LogFormat, typer.Option("--log")] = "console",
     log_level: Annotated[str, typer.Option()] = "info",
 ) -> None:
@@ -180,7 +196,15 @@ def main(
     socket.connect(endpoint)
     try:
         loaded = load(model, model_id)
-        engine = make_engine(loaded, lambda answer: send(socket, answer), reporter(log), kv_budget)
+        engine = make_engine(
+            loaded,
+            lambda answer: send(socket, answer),
+            reporter(log),
+            kv_budget,
+            gap_ms=gap_ms,
+            weights=weights_of(weight or []),
+            rows_max=rows_max,
+        )
     except Exception as error:
         if isinstance(error, ModelError):
             failed = Failed(str(error), error.permanent)
