@@ -1,41 +1,35 @@
 """Code that is edited, drawn with lookup speculation against the same without it.
 
-Each prompt is a function of this repository and the beginning of its next version, so that most of what is
-drawn stands in the prompt already. Four sessions draw at any time.
+Each prompt is a function of this repository and half of the same with a name changed, which the model goes on
+with: most of what it draws stands in the prompt. Four sessions draw at any time.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from textwrap import dedent
 
-from benchmarks import report
-from benchmarks.measurement import Measurement, Tokens, compare, together
+from benchmarks.measurement import Agreement, Measurement, Tokens, compare, together
 from benchmarks.rig import DEMO, ROOT, Rig, Sides
 
 from stateroom.client import Session
-from stateroom.client.errors import Unsupported
-from stateroom.client.protocol import Speculate
+from stateroom.client.protocol import DecodeResult, Speculate
 
 ROUNDS = 2
 PROMPTS = 10
 AT_ONCE = 4
 TOKENS = 64  # drawn by each
 SOURCES = "client"  # the folder whose functions are edited
-LINES = range(12, 25)  # of a function
-KEPT_LINES = 2  # of it that its next version begins with
+LINES = range(16, 31)  # of a function
+NAME_LEAST = 4  # characters of the name that is changed, so that it isn't one of the language
 LOOKUP = Speculate(kind="lookup")
 LEAST = 1.5
-EDITS = (
-    "with a comment before each step",
-    "with shorter names",
-    "with the error messages in capitals",
-    "without the docstring",
-    "with type hints on every variable",
-)
 
 
 def run(rig: Rig) -> list[Measurement]:
@@ -46,16 +40,16 @@ def run(rig: Rig) -> list[Measurement]:
     parts: list[Tokens] = []
     with ExitStack() as opened:
         sessions = [opened.enter_context(sides.room.open(text=text)) for text in prompts()]
-        if not _is_served(sessions[0]):
-            report.console.print("speculation: this engine does not serve it", style="yellow")
-            return []
         before = [session.tokens().tokens for session in sessions]
         for _ in range(rig.rounds(ROUNDS)):
-            ours, speed = _draw(sessions, tokens, LOOKUP)
+            results, speed = _draw(sessions, tokens, LOOKUP)
+            ours = [result.tokens for result in results]
             looked_up.append(speed)
-            theirs, speed = _draw(sessions, tokens, None)
+            others, speed = _draw(sessions, tokens, None)
+            theirs = [result.tokens for result in others]
             plain.append(speed)
             parts.append(compare(ours, theirs, partial(_gap, sides, before, ours, theirs)))
+            parts.append(_accepted(results))
     return [
         Measurement(
             claim=f"{PROMPTS} code edits, {AT_ONCE} at once, speculating by lookup, {sides.model.name}",
@@ -70,37 +64,37 @@ def run(rig: Rig) -> list[Measurement]:
 
 
 def prompts() -> list[str]:
-    """A function as it is, what is to be changed, and how its next version begins."""
-    made: list[str] = []
+    """A function, and the first half of its lines with the name that it uses most changed."""
+    made = []
     for path in sorted((ROOT / SOURCES).glob("*.py")):
         source = path.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(source)):
-            if not isinstance(node, ast.FunctionDef) or node.end_lineno is None or len(made) == PROMPTS:
-                continue
-            code = source.splitlines()[node.lineno - 1 : node.end_lineno]
-            if len(code) in LINES:
-                edit = EDITS[len(made) % len(EDITS)]
-                now, then = "\n".join(code), "\n".join(code[:KEPT_LINES])
-                made.append(f"```python\n{now}\n```\n\nThe same, {edit}:\n\n```python\n{then}\n")
-    assert len(made) == PROMPTS, f"{SOURCES} has only {len(made)} functions of {LINES}"
-    return made
+            if isinstance(node, ast.FunctionDef) and (name := _name(node)):
+                lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
+                if len(lines) in LINES:
+                    made.append(_renamed(dedent("\n".join(lines)), name))
+    assert len(made) >= PROMPTS, f"{SOURCES} has only {len(made)} functions of so many lines"
+    return made[:PROMPTS]
 
 
-def _is_served(session: Session) -> bool:
-    length = session.length
-    try:
-        session.decode(1, speculate=LOOKUP).wait()
-    except Unsupported:
-        return False
-    session.trim(to=length)
-    return True
+def _name(function: ast.FunctionDef) -> str | None:
+    arguments = {argument.arg for argument in function.args.args}
+    used = Counter(node.id for node in ast.walk(function) if isinstance(node, ast.Name))
+    own = [name for name, _ in used.most_common() if name in arguments and len(name) >= NAME_LEAST]
+    return next((name for name in own if name != "self"), None)
+
+
+def _renamed(code: str, name: str) -> str:
+    new = re.sub(rf"\b{name}\b", f"new_{name}", code).splitlines()
+    begun = "\n".join(new[: len(new) // 2])
+    return f"# Before:\n\n{code}\n\n\n# After `{name}` was renamed to `new_{name}`:\n\n{begun}\n"
 
 
 def _draw(sessions: list[Session], tokens: int, speculate: Speculate | None) -> tuple[list[list[int]], float]:
     """What each draws, and tokens per second of all; the sessions are then as they were."""
 
-    def draw(session: Session) -> list[int]:
-        return list(session.decode(tokens, ignore_eos=True, speculate=speculate).wait().tokens)
+    def draw(session: Session) -> DecodeResult:
+        return session.decode(tokens, ignore_eos=True, speculate=speculate).wait()
 
     lengths = [session.length for session in sessions]
     begin = time.perf_counter()
@@ -109,7 +103,14 @@ def _draw(sessions: list[Session], tokens: int, speculate: Speculate | None) -> 
     seconds = time.perf_counter() - begin
     for session, length in zip(sessions, lengths, strict=True):
         session.trim(to=length)
-    return drawn, sum(map(len, drawn)) / seconds
+    return drawn, sum(len(result.tokens) for result in drawn) / seconds
+
+
+def _accepted(results: list[DecodeResult]) -> Tokens:
+    """How many of the guesses were right, as a note."""
+    guessed = sum(result.usage.drafted for result in results)
+    right = sum(result.usage.accepted for result in results)
+    return Tokens(Agreement.NONE, (f"{right} of {guessed} guesses were right",))
 
 
 def _gap(

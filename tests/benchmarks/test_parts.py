@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -49,13 +50,16 @@ def test_what_is_added_is_shown_in_its_unit() -> None:
 
 
 def test_prompts_are_code_that_is_there_twice() -> None:
-    """Ten functions of the repository, each whole and then begun again."""
+    """Ten functions of the repository, each whole, and begun again with one name changed."""
     made = speculation.prompts()
     assert len(set(made)) == speculation.PROMPTS
     for prompt in made:
-        _, code, _, begun = prompt.split("```")
-        assert code.startswith(begun.rstrip("\n"))
-        ast.parse("class A:\n" + code.removeprefix("python\n") if code[7] == " " else code[7:])
+        _, code, after = re.split(r"^# (?:Before:|After .*:)\n", prompt, flags=re.MULTILINE)
+        (function,) = ast.parse(code).body
+        assert isinstance(function, ast.FunctionDef)
+        begun = after.strip()
+        assert "new_" in begun
+        assert code.strip().startswith(begun.replace("new_", ""))
 
 
 # ---------------------------------------------------------------- plots
