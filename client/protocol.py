@@ -90,7 +90,8 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Speculate:
-    kind: Literal["lookup"]
+    kind: Literal["lookup", "model"]
+    model: ModelRef | None = None  # that drafts, for kind "model"
     max_draft: Annotated[int, Range(1, DRAFT_MAX)] | None = None
 
 
@@ -170,6 +171,12 @@ class Decode(SessionRequest):
     stream: bool = True
     speculate: Speculate | None = None
     grammar: Grammar | None = None
+
+    def problem(self) -> tuple[str, str] | None:
+        asked = self.speculate
+        if asked is not None and (asked.kind == "model") != (asked.model is not None):
+            return "speculate.model", "Name the model that drafts, with kind model and with no other."
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from stateroom.client.limits import (
 from stateroom.client.protocol import (
     Cancel,
     CancelResult,
+    Decode,
     Hello,
     HelloResult,
     Info,
@@ -179,9 +180,25 @@ class Desk:
                 ticket.session = session
                 self._tickets.reply(ticket, InfoResult(info=self._info(session)))
             else:
+                if isinstance(request, Decode):
+                    ticket.request = self._with_drafter(request)
                 self._work.run(ticket, session)
         else:
             raise AssertionError(f"{request.op} is in OPERATIONS and has no place here")
+
+    def _with_drafter(self, request: Decode) -> Decode:
+        """As the worker takes it: the model that drafts by what it is loaded from, not by its name.
+
+        Raises `NotFound` for one that isn't here.
+        """
+        asked = request.speculate
+        if asked is None or asked.model is None:
+            return request
+        try:
+            spec = self._shelf.find(asked.model).spec
+        except NotFound as error:
+            raise NotFound(str(error), field="speculate.model") from None
+        return replace(request, speculate=replace(asked, model=spec))
 
     def _list(self, owner: str) -> PlainResult:
         listed = self._catalog.listed(owner)

@@ -192,16 +192,18 @@ class Batch:
 
     def wants_round(self, rounds: Rounds) -> bool:
         """Guesses would pay, as far as is known before the step in flight is read."""
-        return self.in_round or bool(self._guesses(rounds))
+        return self.in_round or (self._speculates and rounds.wants(self.members, self._widest()))
 
     def _guesses(self, rounds: Rounds) -> list[Draft]:
         """What to feed behind each row's pending token; [] for a plain step."""
-        if not any(stream.guesser is not None for stream in self.members) or not self.cache.speculative:
-            return []
         doubting = [stream for stream in self.members if stream.doubts]
         for stream in doubting:
             stream.doubts = False
-        return [] if doubting else rounds.plan(self.members, self._widest())
+        return [] if doubting or not self._speculates else rounds.plan(self.members, self._widest())
+
+    @property
+    def _speculates(self) -> bool:
+        return self.cache.speculative and any(stream.guesser is not None for stream in self.members)
 
     def _widest(self) -> int:
         """Tokens that each row can take at once: up to its context's end, and to where it is quantised."""
@@ -220,7 +222,7 @@ class Batch:
         """Feeds every row its pending token and guesses; `end_round` takes back what wasn't drawn."""
         drafts = [draft.tokens for draft in guesses]
         rows = [
-            verify.rows_after(stream.row(None), draft, stream.penalised)
+            verify.rows_after(stream.row(None), draft)
             for stream, draft in zip(self.members, drafts, strict=True)
         ]
         pending = [stream.session.tokens[-1] for stream in self.members]

@@ -221,9 +221,14 @@ class Commands:
                 length=session.length,
             )
         check_sampling(request.sampling or p.Sampling(), self.loaded.vocab, request.stop_tokens)
+        drafter = None
+        if request.speculate is not None and request.speculate.model is not None:
+            drafter = self.engine.drafter(request.speculate.model)
         most = min(session.length + request.max_tokens, self.loaded.context)
         if not session.missing:
             self.engine.memory.admit(session.served, (session, most), at_once=STEP)
+        if drafter is not None:
+            self.engine.memory.admit_bytes(drafter.projected_bytes(most), {session})
         received = self.engine.clock_ms()
 
         def begin(started_ms: float, computed: int) -> None:
@@ -240,6 +245,7 @@ class Commands:
                     started_ms=started_ms,
                     prefilled=computed + 1,
                     guesser=self.engine.decoding.guessers.of(session) if request.speculate else None,
+                    drafter=drafter,
                 )
             )
 

@@ -234,7 +234,7 @@ class Decoding:
         now_ms, prefilled = self._engine.clock_ms(), self._engine.filling.tokens
         if prefilled == self._prefilled:
             began_ms = max(self._landed_ms, flight.launched_ms)
-            self.rounds.costs.measured(len(flight.members), flight.width, now_ms - began_ms)
+            self.rounds.measured(flight.members, flight.width, now_ms - began_ms)
         self._landed_ms, self._prefilled = now_ms, prefilled
 
     def _finish_stream(self, stream: Stream) -> None:

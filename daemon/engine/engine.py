@@ -21,7 +21,7 @@ from stateroom.caches.errors import UnknownKind
 from stateroom.caches.probe import pieces_agree
 from stateroom.caches.stored_rows import SHARED_MIN
 from stateroom.caches.trunk import Trunk
-from stateroom.client.errors import Internal, StateroomError
+from stateroom.client.errors import Internal, StateroomError, Unsupported
 from stateroom.client.limits import BATCH_MAX
 from stateroom.client.protocol import Body, KindCaps, LengthResult, Receipt
 from stateroom.daemon.engine.blas_threads import BlasThreads
@@ -32,10 +32,11 @@ from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.filling import Filling, Work
 from stateroom.daemon.engine.kv import Schemes
 from stateroom.daemon.engine.memory import Memory
-from stateroom.daemon.engine.model import LoadedModel
+from stateroom.daemon.engine.model import LoadedModel, load
 from stateroom.daemon.engine.problem import ModelError
 from stateroom.daemon.engine.session import Session
 from stateroom.daemon.engine.sharing import Sharing
+from stateroom.daemon.engine.speculation.drafter import FIELD, Drafter
 from stateroom.daemon.engine.stream import Stream
 from stateroom.daemon.link import Answer, Journal, Journals, Part, bounded
 from stateroom.daemon.scheduler.pace import Pace
@@ -56,6 +57,7 @@ class Engine:
         pace: sizes the prefill quanta.
         weights: of owners whose part of the device isn't 1.
         blas: switches BLAS threads between decode and prefill, on a CPU.
+        load_drafter: loads a model that drafts, by what the broker calls it.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Engine:
         blas: BlasThreads | None = None,
         rows_max: int = BATCH_MAX,
         shared_min: int = SHARED_MIN,
+        load_drafter: Callable[[str], LoadedModel] = load,
     ) -> None:
         self.loaded = loaded
         self.clock_ms = clock_ms
@@ -86,6 +89,8 @@ class Engine:
         self.filling = Filling(self)
         self.sharing = Sharing(self)
         self.conservation = Conservation(self)
+        self._load_drafter = load_drafter
+        self._drafter: tuple[str, Drafter] | None = None  # one at the most: its weights stay
         self._cancelled: list[int] = []  # since the last turn
         self._learn()
 
@@ -112,6 +117,21 @@ class Engine:
             ) from error
         self.bytes_per_token = self.schemes.dense.caps.bytes_per_token
         self.kinds = self.schemes.dense.caps.kv
+
+    def drafter(self, spec: str) -> Drafter:
+        """The model that drafts, loaded when it is first asked for: seconds in which nothing else runs.
+
+        Raises `Unsupported` for a model that can't, and for a second one.
+        """
+        if self._drafter is None:
+            try:
+                loaded = self._load_drafter(spec)
+            except ModelError as error:
+                raise Unsupported(f"The model that drafts can't be loaded: {error}", field=FIELD) from error
+            self._drafter = spec, Drafter(loaded, self.loaded)
+        if self._drafter[0] != spec:
+            raise Unsupported("Another model drafts here already, and one can.", field=FIELD)
+        return self._drafter[1]
 
     def trial_step(self) -> Callable[[], None]:
         """A decode step of one row that belongs to nobody, to be timed before there is work."""

@@ -84,12 +84,13 @@ class Memory:
 
     @property
     def held_bytes(self) -> int:
-        """KV on the device: rows of sessions and batches, and each part once, whoever shares it."""
+        """KV on the device: rows of sessions and batches, each part once, whoever shares it; and drafts."""
         self._count()
         batched = [batch.cache for batch in self._engine.decoding.batches if batch.cache is not None]
         trunks = {trunk for cache in batched for trunk in cache.trunks if trunk not in self._holders}
         rows = sum(cache.nbytes_capacity for cache in batched)
-        return self._own + self._parts + rows + sum(trunk.nbytes for trunk in trunks)
+        drafts = self._engine.decoding.guessers.nbytes
+        return self._own + self._parts + rows + sum(trunk.nbytes for trunk in trunks) + drafts
 
     def _count(self) -> None:
         busy = {request.session for request in self._engine.requests.values()}
@@ -264,6 +265,8 @@ class Memory:
                 promised += self._growth(served, None, copied, QUANTUM_MAX)
             else:
                 promised += self._growth(served, session, request.most, STEP)
+                if request.drafter is not None:
+                    promised += max(request.drafter.projected_bytes(request.most) - request.drafts.nbytes, 0)
         return promised
 
 

@@ -15,6 +15,7 @@ from stateroom.client.protocol import Decode, DecodeResult, Finish, Sampling, To
 from stateroom.daemon.engine.sampling import Row, has_penalty
 from stateroom.daemon.engine.session import Session
 from stateroom.daemon.engine.speculation.depth import GUESSES_DEFAULT
+from stateroom.daemon.engine.speculation.drafter import Drafter, Drafts
 from stateroom.daemon.engine.speculation.guesser import Guesser
 from stateroom.daemon.engine.speculation.lookup import NOTHING, Draft
 from stateroom.daemon.engine.text import Detokenizer, StopStrings, Tokenizer
@@ -47,6 +48,7 @@ class Stream:
     cancelled: bool = False
     penalised: bool = False
     guesser: Guesser | None = None  # it speculates
+    drafter: Drafter | None = None  # a model guesses for it
     guesses_most: int = 0  # of one round
     doubts: bool = False  # a round had no numbers, maybe for a guess that was wrong: a plain step tells
     drafted: int = 0
@@ -67,6 +69,7 @@ class Stream:
         started_ms: float,
         prefilled: int,
         guesser: Guesser | None = None,
+        drafter: Drafter | None = None,
     ) -> Stream:
         sampling = request.sampling or Sampling()
         stop_tokens = frozenset(request.stop_tokens or ())
@@ -86,6 +89,7 @@ class Stream:
             prefilled=prefilled,
             penalised=has_penalty(sampling),
             guesser=guesser,
+            drafter=drafter,
             guesses_most=(request.speculate and request.speculate.max_draft) or GUESSES_DEFAULT,
         )
 
@@ -127,12 +131,21 @@ class Stream:
             logprobs=self.request.logprobs,
         )
 
-    def guess(self, most: int) -> Draft:
-        """Guesses at the next tokens, all of which and one more it may still draw."""
-        if self.guesser is None:
-            return NOTHING
-        most = min(most, self.guesses_most, self.most - self.session.length - 1)
-        return self.guesser.guess(self.session.tokens, most)
+    def room(self, most: int) -> int:
+        """How many guesses it can take, so that all of them and one more token can still be drawn."""
+        room = min(most, self.guesses_most, self.most - self.session.length - 1)
+        if self.drafter is not None:
+            room = min(room, self.drafter.context - self.session.length)
+        return max(room, 0)
+
+    @property
+    def drafts(self) -> Drafts:
+        """The drafting model's KV of its session."""
+        assert self.guesser is not None
+        assert self.drafter is not None
+        if self.guesser.drafts is None:
+            self.guesser.drafts = self.drafter.begin()
+        return self.guesser.drafts
 
     def take(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None, draft: Draft = NOTHING
@@ -154,6 +167,8 @@ class Stream:
             self.drafted += len(draft.tokens)
             self.accepted += min(right, len(taken))
             self.guesser.learn(draft, right, len(taken))
+            if self.guesser.drafts is not None:
+                self.guesser.drafts.cut(self.session.length - 1)
         told = None
         if logprobs is not None:
             told = list(logprobs[: len(taken)])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgpack
 import pytest
 import zmq
 from tests.daemon.rig import Raw, Rig
+
+from stateroom.client.protocol import Decode
 
 
 def test_a_session_from_open_to_close(rig: Rig) -> None:
@@ -198,3 +202,27 @@ def test_a_session_expires_when_nobody_used_it(rig: Rig) -> None:
     rig.until(lambda broker: broker.catalog.get(session) is None, 5)
     assert {entry["session"] for entry in client.ask("list")["sessions"]} == {kept, running}
     client.ask("cancel", request=decode)
+
+
+def test_a_model_that_drafts_is_named_to_the_worker_by_what_it_is_loaded_from(
+    start_broker: Callable[..., Rig],
+) -> None:
+    spec = "step_s=0.003"
+    rig = start_broker(more={"small": spec})
+    client = rig.client("editor")
+    session = client.open(model="toy")
+    named = {"kind": "model", "model": "small"}
+    running = client.send("decode", session=session, max_tokens=100_000, speculate=named)
+    client.begun(running)
+    asked = rig.look(lambda broker: [ticket.request for ticket in broker.tickets])
+    drafting = [request.speculate for request in asked if isinstance(request, Decode)]
+    assert [speculate.model for speculate in drafting if speculate is not None] == [spec]
+    client.ask("cancel", request=running)
+    client.final(running)
+    for wrong, code, field in (
+        ({"kind": "model", "model": "nowhere"}, "not_found", "speculate.model"),
+        ({"kind": "model"}, "invalid", "speculate.model"),
+        ({"kind": "lookup", "model": "small"}, "invalid", "speculate.model"),
+    ):
+        error = client.refusal("decode", session=session, max_tokens=1, speculate=wrong)
+        assert (error["code"], error["field"]) == (code, field)

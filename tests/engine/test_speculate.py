@@ -346,7 +346,6 @@ def test_forks_of_one_trunk_keep_their_own_numbers() -> None:
         bench.check_law(each)
         bench.call(p.Trim(session=each, to=20))
         bench.check_law(each)
-    bench.check_trunks()
 
 
 class Steep(Costs):

@@ -16,7 +16,8 @@ GAIN_MIN = 1.1  # times as fast as plain decoding, or it isn't worth giving up l
 SLOWER_MOST = 2.5  # times as long as a plain pass, while some row has nothing to guess
 TOKEN_COST = 0.08  # of a plain pass, for each token more of a row: until widths were measured
 SMOOTHING = 0.3  # weight of the newest measurement
-STALE_PASSES = 1_000  # what was measured so many passes ago counts no more
+STALE_PASSES = 300  # what was measured so many passes ago counts no more
+OUTLIER = 2.0  # times what was expected: more is taken for that, since other work may have been in between
 FIRST_CHANCE = {2: 0.35, 3: 0.55, 4: 0.7, 5: 0.8}  # by how many tokens matched; of a drafting model
 CHANCE_OTHERWISE = 0.7
 PRIOR_GUESSES = 2.0  # what those count as
@@ -92,15 +93,15 @@ class Costs:
     _passes: int = 0
 
     def measured(self, rows: int, width: int, ms: float) -> None:
-        """The first of each shape isn't counted: something may have been compiled for it."""
+        """A pass took so long. The first of each shape, for which something may be compiled, counts not."""
         self._passes += 1
         key = (rows, width)
         if key not in self._measured:
             self._measured[key] = None
             return
-        old = self._measured[key]
-        if old is not None and self._fresh(old):
-            ms = old.ms + SMOOTHING * (ms - old.ms)
+        if self._measured.get((rows, 1)) is not None:
+            expected = self.of(rows, width)
+            ms = expected + SMOOTHING * (min(ms, OUTLIER * expected) - expected)
         self._measured[key] = _Measured(ms, self._passes)
 
     def of(self, rows: int, width: int) -> float:

@@ -12,6 +12,7 @@ from stateroom.daemon.engine.speculation.lookup import NOTHING, Draft, Lookup
 
 if TYPE_CHECKING:
     from stateroom.daemon.engine.session import Session
+    from stateroom.daemon.engine.speculation.drafter import Drafts
 
 GUESSERS_MAX = 64  # sessions of one engine that have one; with logs as long as may be, 400 MB
 
@@ -22,6 +23,7 @@ class Guesser:
 
     lookup: Lookup = field(default_factory=Lookup)
     chances: Chances = field(default_factory=Chances)
+    drafts: Drafts | None = None  # of the model that drafts for it
     drawn: int = 0
 
     def guess(self, tokens: Sequence[int], most: int) -> Draft:
@@ -33,15 +35,17 @@ class Guesser:
         """The session, which holds `tokens`, goes back to `length` of them."""
         self.lookup.follow(tokens)
         self.lookup.cut(tokens, length)
+        if self.drafts is not None:
+            self.drafts.cut(max(length - 1, 0))
 
-    def prospect(self, draft: Draft) -> Prospect:
-        if not draft.tokens:
-            return Prospect()
-        return Prospect(len(draft.tokens), self.chances.of(draft.gram).value)
+    def prospect(self, gram: int, guesses: int) -> Prospect:
+        """Of so many guesses of one kind; none while they rest."""
+        chance = self.chances.of(gram)
+        return Prospect(guesses, chance.value) if guesses > 0 and not chance.rests(self.drawn) else Prospect()
 
-    def lost(self, draft: Draft) -> None:
+    def lost(self, gram: int) -> None:
         """Such guesses wouldn't pay even if all rows had them."""
-        self.chances.of(draft.gram).lost(self.drawn)
+        self.chances.of(gram).lost(self.drawn)
 
     def learn(self, draft: Draft, right: int, drawn: int) -> None:
         """Of a draft the first `right` guesses were right; `drawn` tokens came of it."""
@@ -67,6 +71,12 @@ class Guessers:
         if len(self._used) > self._most:
             self._used.popitem(last=False)[1].guesser = None
         return session.guesser
+
+    @property
+    def nbytes(self) -> int:
+        """KV of drafting models."""
+        guessers = (session.guesser for session in self._used.values())
+        return sum(guesser.drafts.nbytes for guesser in guessers if guesser and guesser.drafts)
 
     def forget(self, session: Session) -> None:
         """The session is gone."""

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from stateroom.daemon.engine.sampling import Drawn, Row, sample
+from stateroom.daemon.engine.sampling import Drawn, Row, has_penalty, sample
 
 PADDING = 0  # a token of every vocabulary, behind the guesses of rows that have fewer
 
@@ -32,16 +32,11 @@ def inputs(pending: Sequence[int], guesses: Sequence[Sequence[int]]) -> mx.array
     return mx.array(rows, dtype=mx.uint32)
 
 
-def rows_after(first: Row, guesses: Sequence[int], penalised: bool) -> list[Row]:
-    """What the draws of one row need: behind its pending token, and behind each of its guesses.
-
-    Args:
-        first: of the draw behind the pending token.
-        penalised: the row's draws look at what was said before.
-    """
+def rows_after(first: Row, guesses: Sequence[int]) -> list[Row]:
+    """What the draws of one row need: `first` behind its pending token, then behind each of its guesses."""
     rows = [first]
     for at in range(1, len(guesses) + 1):
-        history = [*first.history, *guesses[:at]] if penalised else first.history
+        history = [*first.history, *guesses[:at]] if has_penalty(first.sampling) else first.history
         rows.append(replace(first, position=first.position + at, history=history))
     return rows
 
