@@ -85,6 +85,12 @@ def decode_request(session: str, max_tokens: int, options: DecodeOptions) -> Dec
     return Decode(session=session, max_tokens=max_tokens, **made)
 
 
+def children_of(n: int | None, names: Sequence[str] | None) -> dict[str, Any]:
+    """How many children a fork makes, and their names."""
+    count = n if n is not None else 1 if names is None else len(names)
+    return {"n": count, "names": None if names is None else list(names)}
+
+
 def token_ids(tokens: Any, field: str) -> list[int] | None:
     """Token ids as a plain list; an array is read through its `tolist`.
 

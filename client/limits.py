@@ -15,6 +15,7 @@ REQUEST_NAMES_MAX = 1_024  # entries of one map of a request; ours have 16 at mo
 TEXT_BYTES_MAX = 8 * 1024 * 1024  # of one text or all contents of the messages of a request
 MESSAGES_MAX = 10_000  # chat messages of a request
 FORKS_MAX = 64  # children of one fork
+TRUNKS_MAX = 1_024  # published, of one daemon
 SESSIONS_MAX = 16_384  # of one daemon; a parked session costs a few hundred bytes there
 BATCH_MAX = 32  # rows decoding in one forward pass
 NAME_MAX = 64

@@ -40,6 +40,7 @@ from stateroom.client.limits import (
 TokenId = Annotated[int, Range(0, 2**31 - 1)]  # the model's vocabulary is checked by the engine
 Name = Annotated[str, Pattern(NAME_PATTERN)]
 SessionRef = Annotated[str, Size(1, 128)]  # a session id or an own name
+TrunkRef = Annotated[str, Size(1, 128)]  # what `publish` gave, or the name of an own one
 ModelRef = Annotated[str, Size(1, 1024)]
 Tokens = Annotated[list[TokenId], Size(0, TOKENS_PER_REQUEST_MAX)]
 Text = Annotated[str, Size(0, TEXT_BYTES_MAX)]
@@ -195,18 +196,36 @@ class Trim(SessionRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fork(SessionRequest):
+class Fork(Request):
     op: ClassVar[str] = "fork"
+    session: SessionRef | None = None
+    trunk: TrunkRef | None = None
     n: Annotated[int, Range(1, FORKS_MAX)] = 1
     names: Annotated[list[Name], Size(1, FORKS_MAX)] | None = None
 
     def problem(self) -> tuple[str, str] | None:
+        if self.session is None and self.trunk is None:
+            return "session", "Give either session (an own one) or trunk (a published one)."
+        if self.session is not None and self.trunk is not None:
+            return "trunk", "Give either session or trunk, not both."
         if self.names is not None:
             if len(self.names) != self.n:
                 return "names", f"Give one name for each child: {self.n} children, {len(self.names)} names."
             if len(set(self.names)) != len(self.names):
                 return "names", "The names of the children must differ."
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publish(SessionRequest):
+    op: ClassVar[str] = "publish"
+    name: Name = field(metadata={"wire": "as"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unpublish(Request):
+    op: ClassVar[str] = "unpublish"
+    name: Name = field(metadata={"wire": "as"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,7 +414,23 @@ class SessionInfo:
     idle_s: float = 0.0
     ttl_s: float | None = None
     parents: list[str] = field(default_factory=list)
+    published: list[str] = field(default_factory=list)  # what it was published as, and still is
+    trunk: str | None = None  # the published trunk that it stems from
     running: str | None = None  # the operation that is running
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrunkInfo:
+    """What an owner has published, as `list` shows it. Bytes are as in `SessionInfo`."""
+
+    name: str = field(metadata={"wire": "as"})
+    trunk: str
+    model: str = ""
+    length: int = 0
+    tier: str = "resident"  # resident | tokens
+    private_bytes: int = 0
+    shared_bytes: int = 0
+    age_s: float = 0.0
 
 
 # ---------------------------------------------------------------- replies
@@ -453,6 +488,17 @@ class ForkResult(Result):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PublishResult(Result):
+    """`trunk` lets whoever knows it fork what was published; it can't be guessed."""
+
+    trunk: str
+    name: str = field(metadata={"wire": "as"})
+    length: int
+    shared_bytes: int
+    copied_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class TokensResult(Result):
     tokens: list[int]
     text: str
@@ -466,6 +512,7 @@ class InfoResult(Result):
 @dataclass(frozen=True, kw_only=True)
 class ListResult(Result):
     sessions: list[SessionInfo]
+    trunks: list[TrunkInfo] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -587,6 +634,8 @@ OPERATIONS: dict[str, Operation] = {
         Operation(Decode, DecodeResult, changes=True, streams=True),
         Operation(Trim, LengthResult, changes=True),
         Operation(Fork, ForkResult, changes=True),
+        Operation(Publish, PublishResult, changes=True),
+        Operation(Unpublish, CloseResult),
         Operation(Sync, LengthResult, changes=True),
         Operation(ReadTokens, TokensResult),
         Operation(Info, InfoResult),
@@ -602,4 +651,4 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 # In protocol 1, but not served by this version of the daemon: they get `unknown_op`.
-LATER_OPERATIONS = ("publish", "unpublish", "save", "restore", "snapshots", "forget", "park", "verify")
+LATER_OPERATIONS = ("save", "restore", "snapshots", "forget", "park", "verify")

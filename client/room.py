@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from itertools import zip_longest
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from stateroom.client.arguments import Inputs, inputs_of
+from stateroom.client.arguments import Inputs, children_of, inputs_of
 from stateroom.client.inbox import AsyncInbox, Inbox
 from stateroom.client.protocol import (
     KV,
     Cancel,
     CancelResult,
+    CloseResult,
+    Fork,
+    ForkResult,
     Hello,
     HelloResult,
     Info,
@@ -31,7 +35,9 @@ from stateroom.client.protocol import (
     SessionInfo,
     Stats,
     StatsResult,
+    TrunkInfo,
     Unload,
+    Unpublish,
     Watch,
 )
 from stateroom.client.session import AsyncSession, OnProgress, Session
@@ -42,7 +48,11 @@ if TYPE_CHECKING:
     from stateroom.client.blocking import SocketThread
 
 R = TypeVar("R", bound=Result)
-Infos = list[SessionInfo]  # in a class with a method `list`, the word means that
+# In a class with a method `list`, the word means that.
+Infos = list[SessionInfo]
+Trunks = list[TrunkInfo]
+Sessions = list[Session]
+AsyncSessions = list[AsyncSession]
 
 
 class OpenOptions(Inputs, total=False):
@@ -105,6 +115,33 @@ class Room:
         """
         info = self.call(Info(session=ref), InfoResult).info
         return Session(self, info.session, info.name, info.length)
+
+    def fork(
+        self,
+        trunk: str,
+        n: int | None = None,
+        *,
+        names: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Sessions:
+        """Sessions of this app that begin with what was published, maybe by another app.
+
+        `trunk`: what `Session.publish` gave there, or the name of one of this app's own.
+
+        Raises:
+            NotFound: there is no such trunk, or no longer.
+        """
+        result = self.call(Fork(trunk=trunk, **children_of(n, names)), ForkResult, timeout_s=timeout_s)
+        named = zip_longest(result.sessions, names or ())
+        return [Session(self, id, name, result.length) for id, name in named]
+
+    def unpublish(self, name: str) -> CloseResult:
+        """Takes back what this app published under that name. What was forked from it stays."""
+        return self.call(Unpublish(name=name), CloseResult)
+
+    def trunks(self) -> Trunks:
+        """What this app has published."""
+        return self.call(List(), ListResult).trunks
 
     def list(self) -> Infos:
         """This app's sessions."""
@@ -214,6 +251,28 @@ class AsyncRoom:
         """As `Room.session`."""
         info = (await self.call(Info(session=ref), InfoResult)).info
         return AsyncSession(self, info.session, info.name, info.length)
+
+    async def fork(
+        self,
+        trunk: str,
+        n: int | None = None,
+        *,
+        names: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncSessions:
+        """As `Room.fork`."""
+        request = Fork(trunk=trunk, **children_of(n, names))
+        result = await self.call(request, ForkResult, timeout_s=timeout_s)
+        named = zip_longest(result.sessions, names or ())
+        return [AsyncSession(self, id, name, result.length) for id, name in named]
+
+    async def unpublish(self, name: str) -> CloseResult:
+        """As `Room.unpublish`."""
+        return await self.call(Unpublish(name=name), CloseResult)
+
+    async def trunks(self) -> Trunks:
+        """As `Room.trunks`."""
+        return (await self.call(List(), ListResult)).trunks
 
     async def list(self) -> Infos:
         """As `Room.list`."""

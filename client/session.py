@@ -12,7 +12,14 @@ from itertools import zip_longest
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
-from stateroom.client.arguments import DecodeOptions, Inputs, decode_request, inputs_of, token_ids
+from stateroom.client.arguments import (
+    DecodeOptions,
+    Inputs,
+    children_of,
+    decode_request,
+    inputs_of,
+    token_ids,
+)
 from stateroom.client.connection import Part
 from stateroom.client.errors import ClientError, EngineLost, Numeric, SlowConsumer, StateroomError
 from stateroom.client.inbox import AsyncInbox, Inbox
@@ -30,6 +37,8 @@ from stateroom.client.protocol import (
     LengthResult,
     Prefill,
     Progress,
+    Publish,
+    PublishResult,
     ReadTokens,
     Receipt,
     Request,
@@ -79,16 +88,12 @@ class SessionState:
             self.length += len(heard.tokens)
         elif isinstance(heard, LengthResult):
             self.length, self.receipt = heard.length, heard.receipt
-        elif isinstance(heard, DecodeResult | ForkResult):
+        elif isinstance(heard, DecodeResult | ForkResult | PublishResult):
             self.length = heard.length
         elif isinstance(heard, CloseResult):
             self.closed = True
         elif isinstance(heard, EngineLost | Numeric | SlowConsumer):
             self.length = heard.details.get("length", self.length)
-
-    def _fork_request(self, n: int | None, names: Sequence[str] | None) -> Fork:
-        count = n if n is not None else 1 if names is None else len(names)
-        return Fork(session=self.id, n=count, names=None if names is None else list(names))
 
     def __repr__(self) -> str:
         short = self.id if len(self.id) <= ID_SHOWN else self.id[:ID_SHOWN] + "…"
@@ -158,11 +163,18 @@ class Session(SessionState):
         self, n: int | None = None, *, names: Sequence[str] | None = None, timeout_s: float | None = None
     ) -> list[Session]:
         """Makes `n` children, or one for each name, that hold this session's tokens and go their own ways."""
-        result = self._call(self._fork_request(n, names), ForkResult, timeout_s)
+        result = self._call(Fork(session=self.id, **children_of(n, names)), ForkResult, timeout_s)
         return [
             Session(self._room, id, name, result.length, self.caps)
             for id, name in zip_longest(result.sessions, names or ())
         ]
+
+    def publish(self, name: str, *, timeout_s: float | None = None) -> PublishResult:
+        """Lets whoever is told its `trunk` fork what the session holds now: `Room.fork(trunk)`.
+
+        It stays, whatever becomes of the session, until `Room.unpublish(name)`. Names are the app's own.
+        """
+        return self._call(Publish(session=self.id, name=name), PublishResult, timeout_s)
 
     def sync(self, *, timeout_s: float | None = None, **inputs: Unpack[Inputs]) -> LengthResult:
         """Makes the session hold exactly `text`, `tokens` or `messages`, computing only what is new.
@@ -288,11 +300,15 @@ class AsyncSession(SessionState):
         self, n: int | None = None, *, names: Sequence[str] | None = None, timeout_s: float | None = None
     ) -> list[AsyncSession]:
         """As `Session.fork`."""
-        result = await self._call(self._fork_request(n, names), ForkResult, timeout_s)
+        result = await self._call(Fork(session=self.id, **children_of(n, names)), ForkResult, timeout_s)
         return [
             AsyncSession(self._room, id, name, result.length, self.caps)
             for id, name in zip_longest(result.sessions, names or ())
         ]
+
+    async def publish(self, name: str, *, timeout_s: float | None = None) -> PublishResult:
+        """As `Session.publish`."""
+        return await self._call(Publish(session=self.id, name=name), PublishResult, timeout_s)
 
     async def sync(self, *, timeout_s: float | None = None, **inputs: Unpack[Inputs]) -> LengthResult:
         """As `Session.sync`."""

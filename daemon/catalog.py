@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stateroom.client.errors import Capacity, Exists, NotFound
-from stateroom.client.limits import SESSIONS_MAX
-from stateroom.client.protocol import KV, KindCaps, SessionClass, SessionInfo
+from stateroom.client.limits import SESSIONS_MAX, TRUNKS_MAX
+from stateroom.client.protocol import KV, KindCaps, SessionClass, SessionInfo, TrunkInfo
 from stateroom.client.wire import to_wire
 from stateroom.daemon.clock import Clock
 from stateroom.daemon.lifecycle import SESSIONS, SessionEvent, SessionState, after
@@ -42,6 +42,9 @@ class Session:
     state: SessionState = SessionState.OPENING
     tokens: array[int] = field(default_factory=lambda: array("I"))
     kv: KV | None = None  # as it was opened
+    published_as: str | None = None  # it is a published trunk: nobody's session, forked by who knows its id
+    trunk: str | None = None  # the published trunk that it stems from, and how much of it that is
+    trunk_length: int = 0
     own_bytes: int = 0
     live_bytes: int = 0
     parts: list[Part] = field(default_factory=list)
@@ -84,6 +87,7 @@ class Catalog:
         self._sessions_max = sessions_max
         self._sessions: dict[str, Session] = {}
         self._names: dict[tuple[str, str], Session] = {}
+        self._published: dict[tuple[str, str], Session] = {}
         self.parts = Parts()
 
     def __len__(self) -> int:
@@ -93,7 +97,7 @@ class Catalog:
         return iter(list(self._sessions.values()))
 
     def owned(self, owner: str) -> list[Session]:
-        return [session for session in self._sessions.values() if session.owner == owner]
+        return [s for s in self._sessions.values() if s.owner == owner and s.published_as is None]
 
     def get(self, session_id: str) -> Session | None:
         return self._sessions.get(session_id)
@@ -105,7 +109,7 @@ class Catalog:
             NotFound: none such, or it is another owner's; both sound the same.
         """
         session = self._sessions.get(reference)
-        if session is None or session.owner != owner:
+        if session is None or session.owner != owner or session.published_as is not None:
             session = self._names.get((owner, reference))
         if session is None:
             raise NotFound("You have no such session; `list` tells those you have.", field="session")
@@ -154,6 +158,84 @@ class Catalog:
                 self._names[owner, session.name] = session
         return made
 
+    # ------------------------------------------------------------ published trunks
+
+    def publish(self, session: Session, name: str) -> Session:
+        """A trunk of what a session holds: a session that belongs to its publisher and that nobody opens.
+
+        Raises:
+            Exists: the owner has published something under that name.
+            Capacity: there are too many.
+        """
+        if (session.owner, name) in self._published:
+            raise Exists(
+                f"You have published a trunk as {name!r} already; unpublish it or take another name."
+            )
+        if len(self._published) >= TRUNKS_MAX:
+            raise Capacity(
+                f"There can be {TRUNKS_MAX} published trunks; unpublish some.", retry_after_s=RETRY_AFTER_S
+            )
+        (trunk,) = self.add(session.owner, session.model, [None], session.session_class, None, [session.id])
+        trunk.published_as, trunk.trunk, trunk.trunk_length = name, trunk.id, session.length
+        self._published[session.owner, name] = trunk
+        return trunk
+
+    def trunk(self, owner: str, reference: str) -> Session:
+        """A published trunk by what lets anyone fork it, or an own one by its name.
+
+        Raises:
+            NotFound: none such that could be forked; whose it may be isn't told.
+        """
+        trunk = self._sessions.get(reference)
+        if trunk is None or trunk.published_as is None:
+            trunk = self._published.get((owner, reference))
+        if trunk is None or trunk.state is not SessionState.IDLE:
+            raise NotFound("There is no such trunk, or it is no longer published.", field="trunk")
+        return trunk
+
+    def published(self, owner: str, name: str) -> Session:
+        """An own trunk by its name; NotFound when there is none, or it isn't published yet or any more."""
+        trunk = self._published.get((owner, name))
+        if trunk is None or trunk.state is not SessionState.IDLE:
+            raise NotFound("You have published no such trunk; `list` tells those you have.", field="as")
+        return trunk
+
+    @property
+    def trunks(self) -> int:
+        """How many are published."""
+        return len(self._published)
+
+    def trunks_of(self, owner: str) -> list[TrunkInfo]:
+        """What an owner has published."""
+        now_s = self._clock()
+        made = []
+        for (of, name), trunk in self._published.items():
+            if of == owner and trunk.state is SessionState.IDLE:
+                private_bytes, shared_bytes = self.split(trunk)
+                made.append(
+                    TrunkInfo(
+                        name=name,
+                        trunk=trunk.id,
+                        model=trunk.model,
+                        length=trunk.length,
+                        tier=trunk.tier,
+                        private_bytes=private_bytes,
+                        shared_bytes=shared_bytes,
+                        age_s=now_s - trunk.created_s,
+                    )
+                )
+        return made
+
+    def _names_published(self) -> dict[str, list[str]]:
+        """By the session that was published."""
+        made: dict[str, list[str]] = {}
+        for (_, name), trunk in self._published.items():
+            if trunk.state is SessionState.IDLE:
+                made.setdefault(trunk.parents[0], []).append(name)
+        return made
+
+    # ------------------------------------------------------------ ends
+
     def remove(self, session: Session) -> None:
         """Takes a closed session out; its name is free again."""
         assert session.state is SessionState.CLOSED
@@ -161,6 +243,8 @@ class Catalog:
         del self._sessions[session.id]
         if session.name is not None:
             del self._names[session.owner, session.name]
+        if session.published_as is not None:
+            del self._published[session.owner, session.published_as]
 
     # ------------------------------------------------------------ what workers tell
 
@@ -219,8 +303,10 @@ class Catalog:
         now_s = self._clock()
         kinds_of = {id(s.kinds): s.kinds for s in self.owned(owner)}
         kinds = {known: to_wire(each) for known, each in kinds_of.items()}
+        published = self._names_published()
         return [
-            (session, _plain(session, self.split(session), now_s, kinds)) for session in self.owned(owner)
+            (session, _plain(session, self.split(session), published.get(session.id, []), now_s, kinds))
+            for session in self.owned(owner)
         ]
 
     def info(self, session: Session) -> SessionInfo:
@@ -246,6 +332,8 @@ class Catalog:
             idle_s=now_s - session.used_s if session.running is None else 0.0,
             ttl_s=session.ttl_s,
             parents=list(session.parents),
+            published=self._names_published().get(session.id, []),
+            trunk=session.trunk,
             running=session.running_op,
         )
 
@@ -261,7 +349,13 @@ _SHOWN_AS = {
 }
 
 
-def _plain(session: Session, split: tuple[int, int], now_s: float, kinds: dict[int, Any]) -> dict[str, Any]:
+def _plain(
+    session: Session,
+    split: tuple[int, int],
+    published: list[str],
+    now_s: float,
+    kinds: dict[int, Any],
+) -> dict[str, Any]:
     made: dict[str, Any] = {
         "session": session.id,
         "owner": session.owner,
@@ -280,11 +374,14 @@ def _plain(session: Session, split: tuple[int, int], now_s: float, kinds: dict[i
         "age_s": now_s - session.created_s,
         "idle_s": now_s - session.used_s if session.running is None else 0.0,
         "parents": session.parents,
+        "published": published,
     }
     if session.name is not None:
         made["name"] = session.name
     if session.ttl_s is not None:
         made["ttl_s"] = session.ttl_s
+    if session.trunk is not None:
+        made["trunk"] = session.trunk
     if session.running_op is not None:
         made["running"] = session.running_op
     return made

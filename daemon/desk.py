@@ -30,6 +30,7 @@ from stateroom.client.protocol import (
     Cancel,
     CancelResult,
     Decode,
+    Fork,
     Hello,
     HelloResult,
     Info,
@@ -48,9 +49,10 @@ from stateroom.client.protocol import (
     StatsResult,
     Sync,
     Unload,
+    Unpublish,
     Watch,
 )
-from stateroom.client.wire import PlainResult
+from stateroom.client.wire import PlainResult, to_wire
 from stateroom.daemon.catalog import Catalog, Session
 from stateroom.daemon.lifecycle import RequestEvent, RequestState
 from stateroom.daemon.logs import incident
@@ -174,6 +176,12 @@ class Desk:
             self._unload(ticket, request)
         elif isinstance(request, Open):
             self._work.open(ticket, request, self._supervisor.engine_for(self._shelf.find(request.model)))
+        elif isinstance(request, Fork) and request.trunk is not None:
+            self._work.fork_trunk(ticket, self._catalog.trunk(peer.app, request.trunk), request)
+        elif isinstance(request, Fork):
+            self._work.run(ticket, self._catalog.find(peer.app, request.session or ""))
+        elif isinstance(request, Unpublish):
+            self._work.unpublish(ticket, self._catalog.published(peer.app, request.name))
         elif isinstance(request, SessionRequest | Prefill | Sync):
             session = self._catalog.find(peer.app, request.session)
             if isinstance(request, Info):
@@ -205,7 +213,8 @@ class Desk:
         for session, info in listed:
             if self._queued(session):
                 info["state"] = "queued"
-        return PlainResult({"sessions": [info for _, info in listed]})
+        trunks = [to_wire(trunk) for trunk in self._catalog.trunks_of(owner)]
+        return PlainResult({"sessions": [info for _, info in listed], "trunks": trunks})
 
     def _info(self, session: Session) -> SessionInfo:
         info = self._catalog.info(session)
@@ -270,6 +279,7 @@ class Desk:
         """Counters since start, gauges of now."""
         lasting = [ticket for ticket in self._tickets if not isinstance(ticket.request, AT_ONCE)]
         held = sum(ticket.state is RequestState.HELD for ticket in lasting)
+        sessions = [session for session in self._catalog if session.published_as is None]
         parts, own_bytes = self._catalog.parts, sum(session.own_bytes for session in self._catalog)
         gauges: dict[str, float] = {
             "clients": len(self._peers),
@@ -277,9 +287,10 @@ class Desk:
             "running": len(lasting) - held - len(self._watchers),
             "queued": held,
             "watchers": len(self._watchers),
-            "sessions": len(self._catalog),
-            "sessions_resident": sum(session.resident for session in self._catalog),
-            "tokens": sum(session.length for session in self._catalog),
+            "sessions": len(sessions),
+            "sessions_resident": sum(session.resident for session in sessions),
+            "tokens": sum(session.length for session in sessions),
+            "published": self._catalog.trunks,
             "kv_private_bytes": own_bytes + parts.private_bytes,
             "kv_shared_bytes": parts.shared_bytes,
             "trunks": parts.trunks,

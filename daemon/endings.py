@@ -15,6 +15,7 @@ from stateroom.client.protocol import (
     LengthResult,
     OpenResult,
     Prefill,
+    PublishResult,
     Receipt,
     Usage,
 )
@@ -42,10 +43,12 @@ class Settlement:
             if refused:
                 session.generation = NO_ENGINE
             return []
-        if ticket.op == "close":
+        if ticket.op in ("close", "unpublish"):
             return self._dead(session)
         if ticket.reads:
             return []
+        if ticket.forks_trunk:
+            return self._made(ticket, body)
         session.running = session.running_op = None
         self._catalog.touch(session)
         if ticket.op == "open":
@@ -53,12 +56,17 @@ class Settlement:
                 session.kinds = session.kinds or body.caps.kv  # the journal tells how it is stored by now
             return self._born([session], refused)
         session.advance(SessionEvent.END)
-        if isinstance(body, ForkResult):
+        return self._made(ticket, body)
+
+    def _made(self, ticket: Ticket, body: Body) -> Told:
+        session = ticket.session
+        assert session is not None
+        if isinstance(body, ForkResult | PublishResult):
             for child in ticket.children:
                 child.tokens, child.chat = session.tokens[:], session.chat
                 child.kinds, child.kv = session.kinds, session.kv
                 child.generation, child.resident = session.generation, session.resident
-        return self._born(ticket.children, refused)
+        return self._born(ticket.children, isinstance(body, ErrorBody))
 
     def _born(self, sessions: list[Session], refused: bool) -> Told:
         told: Told = []
@@ -66,6 +74,10 @@ class Settlement:
             session.advance(SessionEvent.REFUSED if refused else SessionEvent.OPENED)
             if refused:
                 self._catalog.remove(session)
+            elif session.published_as is not None:
+                details = {"as": session.published_as}
+                event = Event(event="trunk_published", model=session.model, details=details)
+                told.append((event, session.owner))
             else:
                 self._metrics.count("sessions_opened")
                 event = Event(event="session_opened", session=session.id, model=session.model)
@@ -76,6 +88,9 @@ class Settlement:
         session.advance(SessionEvent.END)
         session.running = session.running_op = None
         self._catalog.remove(session)
+        if session.published_as is not None:
+            details = {"as": session.published_as}
+            return [(Event(event="trunk_unpublished", model=session.model, details=details), session.owner)]
         self._metrics.count("sessions_closed")
         return [(Event(event="session_closed", session=session.id, model=session.model), session.owner)]
 
@@ -102,7 +117,7 @@ def unstarted(ticket: Ticket, why: str) -> Body:
 
 def lost(ticket: Ticket, reason: str) -> Body:
     """The end of a request whose worker died. A `close` has what it wanted."""
-    if ticket.op == "close":
+    if ticket.op in ("close", "unpublish"):
         return CloseResult(freed_bytes=0)
     if ticket.session is not None and ticket.session.state is SessionState.CLOSED:
         return CLOSED
@@ -125,8 +140,8 @@ def abandoned(ticket: Ticket, body: Body) -> list[Session]:
     return [session for session in made if session.name is None]
 
 
-# Of a read: it doesn't have the session, which may be closed while it waits for the engine.
-CLOSED = NotFound("The session was closed before it could be read.", field="session").body()
+# Of a read, or a fork of a trunk: it doesn't have the session, which may be closed while it waits.
+CLOSED = NotFound("It was closed before this began.", field="session").body()
 
 # For the books alone: the client of a request that had not begun went away, and nobody will read it.
 GONE = ErrorBody(code="not_found", message="The client went away before this began.")

@@ -41,7 +41,7 @@ from stateroom.client.wire import (
 
 @dataclass(frozen=True)
 class Command:
-    """One request. `session`: the session's id, for `open` the new one. `children`: new ids, for `fork`."""
+    """One request. `session`: its id, for `open` the new one. `children`: new ids, for `fork`, `publish`."""
 
     rid: int
     request: Request
@@ -86,6 +86,8 @@ class Adopt:
     chat: list[ChatTurn] = field(default_factory=list)
     kv: KV | None = None
     owner: str = ""
+    trunk: str | None = None  # the published trunk that it is, or stems from; the first so many of its tokens
+    trunk_length: int = 0
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,11 @@ class Ticket:
         return isinstance(self.request, SessionRequest) and not OPERATIONS[self.op].changes
 
     @property
+    def forks_trunk(self) -> bool:
+        """It looks at a published trunk, which any number may do at once."""
+        return self.op == "fork" and self.session is not None and self.session.published_as is not None
+
+    @property
     def unheard(self) -> bool:
         """Nobody gets its replies: its client is gone, or it is the broker's own."""
         return self.peer is None or self.peer.gone

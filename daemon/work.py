@@ -24,6 +24,7 @@ from stateroom.client.protocol import (
     Fork,
     ModelResult,
     Open,
+    Publish,
     Result,
 )
 from stateroom.client.protocol import Close as CloseRequest
@@ -39,7 +40,7 @@ from stateroom.daemon.watchers import Watchers
 
 SUPERSEDED = ("decode", "prefill", "sync")  # what a newer `sync` ends instead of getting `busy`
 HELD_ENDS = ("decode", "prefill", "sync")  # what a cancel ends at once while no engine has it
-SHORT = ("fork", "tokens", "close", "adopt")  # over before a cancel could arrive
+SHORT = ("fork", "publish", "unpublish", "tokens", "close", "adopt")  # over before a cancel could arrive
 PARENTS_MAX = 16  # of a session's ancestors, how many it names
 WITH_ENGINE = (RequestState.SENT, RequestState.CANCELLING, RequestState.CUT, RequestState.ORPHANED)
 
@@ -137,16 +138,40 @@ class Work:
         self._catalog.touch(session)
         self._dispatch(ticket, engine)
 
+    def fork_trunk(self, ticket: Ticket, trunk: Session, request: Fork) -> None:
+        """Begins a fork of a published trunk, which nobody has to wait for.
+
+        Raises as `run` does; what it makes belongs to who asks.
+        """
+        ticket.session = trunk
+        engine = self._supervisor.engine(trunk.model)
+        self._supervisor.ensure(engine)
+        ticket.children = self._catalog.add(
+            ticket.owner, trunk.model, _names(request), "interactive", None, []
+        )
+        for child in ticket.children:
+            child.trunk, child.trunk_length = trunk.id, trunk.length
+        self._dispatch(ticket, engine)
+
+    def unpublish(self, ticket: Ticket, trunk: Session) -> None:
+        """Takes back a published trunk; those who forked it keep what they have."""
+        ticket.session = trunk
+        trunk.advance(SessionEvent.CLOSE)
+        self._free(ticket, trunk)
+
     def _start(self, ticket: Ticket, session: Session) -> None:
         engine = self._supervisor.engine(session.model)
         self._supervisor.ensure(engine)
+        if isinstance(ticket.request, Publish):
+            ticket.children = [self._catalog.publish(session, ticket.request.name)]
         if isinstance(ticket.request, Fork):
-            asked = ticket.request.names
-            names: list[str | None] = list(asked) if asked else [None] * ticket.request.n
             parents = [session.id, *session.parents][:PARENTS_MAX]
+            names = _names(ticket.request)
             ticket.children = self._catalog.add(
                 session.owner, session.model, names, session.session_class, session.ttl_s, parents
             )
+            for child in ticket.children:
+                child.trunk, child.trunk_length = session.trunk, session.trunk_length
         session.advance(SessionEvent.START)
         session.running, session.running_op = ticket.rid, ticket.op
         self._catalog.touch(session)
@@ -185,7 +210,17 @@ class Work:
         background = session.session_class == "background"
         tokens = session.tokens.tolist()
         engine.send(
-            Adopt(ticket.rid, session.id, tokens, background, session.chat, session.kv, session.owner)
+            Adopt(
+                ticket.rid,
+                session.id,
+                tokens,
+                background,
+                session.chat,
+                session.kv,
+                session.owner,
+                session.trunk,
+                session.trunk_length,
+            )
         )
 
     # ------------------------------------------------------------ two requests meet
@@ -455,3 +490,8 @@ class Work:
                 self._start(held, session)
         except StateroomError as error:
             self._tickets.reply(held, error.body())
+
+
+def _names(request: Fork) -> list[str | None]:
+    """Of the children."""
+    return list(request.names) if request.names else [None] * request.n

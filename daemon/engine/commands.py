@@ -42,9 +42,11 @@ class Commands:
             p.Decode: self._decode,
             p.Trim: self._trim,
             p.Fork: self._fork,
+            p.Publish: self._publish,
             p.Sync: self._sync,
             p.ReadTokens: self._tokens,
             p.Close: self._close,
+            p.Unpublish: self._close,
             p.Score: self._score,
         }
 
@@ -194,6 +196,7 @@ class Commands:
         if session is None:
             served = self.engine.schemes.of(command.kv)
             session = Session(command.session, served, command.owner)
+            session.trunk, session.trunk_length = command.trunk, command.trunk_length
             self.engine.sharing.enter(session)
         session.background = command.background
         inputs.check_tokens(command.tokens, self.loaded.vocab)
@@ -267,6 +270,34 @@ class Commands:
 
     def _fork(self, command: Command, request: p.Fork) -> None:
         session = self._idle_session(command)
+        children = self._children(command, session)
+        result = p.ForkResult(
+            sessions=[child.id for child in children],
+            length=session.length,
+            shared_bytes=self.engine.memory.told(session).shared,
+            copied_bytes=sum(child.kv_bytes for child in children),
+        )
+        self.engine.answer(command.rid, result, self.engine.journal(session, session.length), children)
+
+    def _publish(self, command: Command, request: p.Publish) -> None:
+        """A session that nobody decodes, so that what it shares stays as it is."""
+        session = self._idle_session(command)
+        if not session.tokens:
+            raise Invalid(
+                "An empty session has nothing to publish; prefill something first.", field="session"
+            )
+        (trunk,) = self._children(command, session)
+        result = p.PublishResult(
+            trunk=trunk.id,
+            name=request.name,
+            length=session.length,
+            shared_bytes=self.engine.memory.told(session).shared,
+            copied_bytes=trunk.kv_bytes,
+        )
+        self.engine.answer(command.rid, result, self.engine.journal(session, session.length), [trunk])
+
+    def _children(self, command: Command, session: Session) -> list[Session]:
+        """The sessions of a command's `children`, which hold what a session does."""
         cache, n = session.cache, len(command.children)
         shares = session.served.caps.fork == "shared"
         if cache is not None and shares:
@@ -276,6 +307,11 @@ class Commands:
         children = []
         for child_id in command.children:
             child = Session(child_id, session.served, command.owner, session.background, list(session.tokens))
+            child.trunk, child.trunk_length = session.trunk, session.trunk_length
+            if isinstance(command.request, p.Publish):
+                child.trunk, child.trunk_length = child_id, session.length
+            elif session.trunk == session.id:
+                child.background = False  # whatever the one was that was published
             if cache is not None:
                 child.cache = self.engine.sharing.branched(session.served, cache)
                 child.stored, child.trail = session.stored, session.trail.copy()
@@ -288,13 +324,7 @@ class Commands:
         for child in children:
             self.engine.sharing.enter(child)
         self.engine.memory.changed(session)
-        result = p.ForkResult(
-            sessions=[child.id for child in children],
-            length=session.length,
-            shared_bytes=self.engine.memory.told(session).shared,
-            copied_bytes=sum(child.kv_bytes for child in children),
-        )
-        self.engine.answer(command.rid, result, self.engine.journal(session, session.length), children)
+        return children
 
     def _score(self, command: Command, request: p.Score) -> None:
         session = self._idle_session(command)

@@ -40,6 +40,8 @@ class Session:
     replaced: list[int] = field(default_factory=list)  # what the last cut dropped, and what stood before it
     guesser: Guesser | None = None  # while it speculates, and for a while afterwards
     origin: Source = "session"  # "fork" until the first operation after a fork
+    trunk: str | None = None  # the published trunk that it is, or stems from: the first so many of its tokens
+    trunk_length: int = 0
     # With whom it may share: in each realm the sessions that have tokens in common, up to so many of them.
     realms: dict[Hashable, int] = field(default_factory=dict)
     moved: Callable[[Session], None] | None = None  # told when KV is of other tokens than before

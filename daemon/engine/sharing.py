@@ -1,10 +1,10 @@
 """Tokens are computed once for all who have them: a fill begins with what another session holds already.
 
-Sessions of one owner, with one KV scheme, form a realm. When a fill begins, the resident session that has the
-longest beginning in common lends its KV: as trunks, without a copy, unless the model or the place of the row
-allows no better than one (which still costs a hundredth of computing). Only what is stored and complete is
-lent, tokens are compared once more before it is, and layers that can't be trimmed go back to one of the
-lender's checkpoints.
+Sessions of one owner, with one KV scheme, form a realm, and so do all that stem from one published trunk, as
+far as its tokens go. When a fill begins, the resident session that has the longest beginning in common lends
+its KV: as trunks, without a copy, unless the model or the place of the row allows no better than one (which
+still costs a hundredth of computing). Only what is stored and complete is lent, tokens are compared once more
+before it is, and layers that can't be trimmed go back to one of the lender's checkpoints.
 
 A fill that another one, already under way, computes the beginning of waits for that one instead of computing
 the same. Who waits is not queued yet and holds nobody up; who is queued waits for nobody, so that no two wait
@@ -58,7 +58,11 @@ class Sharing:
 
     def enter(self, session: Session) -> None:
         """A session that is new to the engine."""
-        session.realms = {("owner", session.owner, session.served.blueprint.scheme): NO_LIMIT}
+        scheme = session.served.blueprint.scheme
+        session.realms = {("owner", session.owner, scheme): NO_LIMIT}
+        if session.trunk is not None:
+            # All who have forked it may know these tokens, whoever computes them first.
+            session.realms["trunk", session.trunk, scheme] = session.trunk_length
         session.moved = self._moved
         self._engine.sessions[session.id] = session
         self._moved(session)

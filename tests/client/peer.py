@@ -73,6 +73,7 @@ class Peer:
         self.calls: list[Call] = []
         self.sessions: dict[str, bytearray] = {}
         self.names: dict[str, str] = {}
+        self.trunks: dict[str, tuple[str, bytes]] = {}
         self.apps: dict[bytes, str] = {}
         self._changed = threading.Condition()
         self._outgoing: queue.SimpleQueue[tuple[bytes, bytes]] = queue.SimpleQueue()
@@ -203,10 +204,28 @@ class Peer:
             call.result(length=len(tokens), receipt=self._receipt(len(tokens), 0, before - len(tokens)))
 
     def _fork(self, call: Call) -> None:
-        if (tokens := self._find(call)) is not None:
+        trunk = self.trunks.get(call.args.get("trunk", ""))
+        if "trunk" in call.args and trunk is None:
+            return call.error("not_found", "There is no such trunk.")
+        if (tokens := trunk[1] if trunk else self._find(call)) is not None:
             children = [f"child-{len(self.sessions) + i}" for i in range(call.args.get("n", 1))]
             self.sessions.update({child: bytearray(tokens) for child in children})
             call.result(sessions=children, length=len(tokens), shared_bytes=0, copied_bytes=9)
+
+    def _publish(self, call: Call) -> None:
+        if (tokens := self._find(call)) is not None:
+            trunk = f"trunk-{len(self.trunks)}"
+            self.trunks[trunk] = (call.args["as"], bytes(tokens))
+            told = {"as": call.args["as"], "length": len(tokens)}
+            call.result(trunk=trunk, shared_bytes=5, copied_bytes=0, **told)
+
+    def _unpublish(self, call: Call) -> None:
+        found = [trunk for trunk, (name, _) in self.trunks.items() if name == call.args["as"]]
+        if not found:
+            call.error("not_found", "You have published no such trunk.")
+        for trunk in found:
+            del self.trunks[trunk]
+            call.result(freed_bytes=5)
 
     def _sync(self, call: Call) -> None:
         if (tokens := self._find(call)) is not None:
@@ -237,7 +256,9 @@ class Peer:
             )
 
     def _list(self, call: Call) -> None:
-        call.result(sessions=[{"session": id, "length": len(tokens)} for id, tokens in self.sessions.items()])
+        trunks = [{"as": name, "trunk": trunk} for trunk, (name, _) in self.trunks.items()]
+        sessions = [{"session": id, "length": len(tokens)} for id, tokens in self.sessions.items()]
+        call.result(sessions=sessions, trunks=trunks)
 
     def _close(self, call: Call) -> None:
         if self._find(call) is not None:

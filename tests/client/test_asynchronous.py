@@ -35,6 +35,20 @@ def run(peer: Peer, test: Callable[[AsyncRoom], Awaitable[None]], **options: Tim
     asyncio.run(main())
 
 
+def test_what_is_published_is_forked_by_who_is_told(client_peer: Peer) -> None:
+    async def test(room: AsyncRoom) -> None:
+        session = await room.open(text="hello")
+        published = await session.publish("greeting")
+        assert [trunk.name for trunk in await room.trunks()] == ["greeting"]
+        children = await room.fork(published.trunk, 2)
+        assert [child.length for child in children] == [5, 5]
+        assert (await room.unpublish("greeting")).freed_bytes == 5
+        with pytest.raises(NotFound):
+            await room.fork(published.trunk)
+
+    run(client_peer, test)
+
+
 async def seen(peer: Peer, op: str, nth: int = 1) -> Call:
     return await asyncio.to_thread(peer.wait_for, op, nth)
 

@@ -45,6 +45,23 @@ def test_the_example_of_the_design(
     assert client_peer.asked("decode")[0].args == {"session": drafts[0].id, "max_tokens": 64, "stop": ["\n"]}
 
 
+def test_what_is_published_is_forked_by_who_is_told(client_room: Room, client_peer: Peer) -> None:
+    session = client_room.open(text="hello")
+    published = session.publish("greeting")
+    assert (published.name, published.length) == ("greeting", 5)
+    assert [(trunk.name, trunk.trunk) for trunk in client_room.trunks()] == [("greeting", published.trunk)]
+    one, two = client_room.fork(published.trunk, names=["a", "b"])
+    assert (one.name, two.name, one.length, one.caps) == ("a", "b", 5, None)
+    assert client_peer.asked("fork")[0].args == {"trunk": published.trunk, "n": 2, "names": ["a", "b"]}
+    assert len(client_room.fork(published.trunk, 3)) == 3
+    assert client_room.unpublish("greeting").freed_bytes == 5
+    assert client_peer.asked("unpublish")[0].args == {"as": "greeting"}
+    with pytest.raises(NotFound):
+        client_room.fork(published.trunk)
+    with pytest.raises(NotFound):
+        client_room.unpublish("greeting")
+
+
 def test_open_gives_a_handle_that_knows_its_session(client_room: Room) -> None:
     session = client_room.open(text="hello", name="one")
     assert (session.id, session.name, session.length) == ("session-0", "one", 5)

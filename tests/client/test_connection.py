@@ -51,7 +51,8 @@ from stateroom.client.timeouts import Wait
 from stateroom.client.wire import encode_reply, wire_names
 
 FOR_EVER = Wait(None)
-REQUIRED = {"session": "s", "max_tokens": 1, "to": 0, "text": "a", "model": "m"}  # enough for any operation
+# Enough for any operation.
+REQUIRED = {"session": "s", "max_tokens": 1, "to": 0, "text": "a", "model": "m", "name": "n"}
 DECODE = Decode(session="s", max_tokens=9)
 
 

@@ -43,6 +43,8 @@ from stateroom.client.protocol import (
     OpenResult,
     Prefill,
     Progress,
+    Publish,
+    PublishResult,
     ReadTokens,
     Receipt,
     Score,
@@ -51,6 +53,7 @@ from stateroom.client.protocol import (
     TokenEvent,
     TokensResult,
     Trim,
+    Unpublish,
     Usage,
 )
 from stateroom.daemon.link import (
@@ -134,7 +137,7 @@ class Worker:
     def take(self, message: object) -> None:
         if isinstance(message, Command):
             job = self.job(message)
-            if isinstance(message.request, ReadTokens | Close):
+            if isinstance(message.request, ReadTokens | Close | Unpublish):
                 next(job, None)  # at once, as the engine does: a read comes before the close sent after it
             else:
                 self.jobs.append((message.rid, job))
@@ -238,6 +241,13 @@ class Worker:
                 session,
                 len(tokens),
             )
+        elif isinstance(request, Publish):
+            (trunk,) = command.children
+            self.sessions[trunk] = list(tokens)
+            published = PublishResult(
+                trunk=trunk, name=request.name, length=before, shared_bytes=0, copied_bytes=0
+            )
+            self.answer(rid, published)
         elif isinstance(request, Fork):
             for child in command.children:
                 self.sessions[child] = list(tokens)
@@ -248,7 +258,7 @@ class Worker:
             self.answer(rid, TokensResult(tokens=tokens[request.start or 0 : request.to], text=""))
         elif isinstance(request, Score):
             self.answer(rid, ScoreResult(tokens=request.tokens or [], logprobs=[-1.0], total=-1.0))
-        elif isinstance(request, Close):
+        elif isinstance(request, Close | Unpublish):
             del self.sessions[session]
             self.answer(rid, CloseResult(freed_bytes=10 * before))
 

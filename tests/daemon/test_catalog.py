@@ -155,10 +155,61 @@ def test_a_listing_is_what_info_tells_in_wire_form() -> None:
     catalog.journal(full, Journal(full.id, 0, [1, 2, 3], private_bytes=10, parts=[Part(1, 5, True)]))
     full.advance(SessionEvent.START)
     full.running, full.running_op = 7, "decode"
+    full.trunk = "a trunk"
+    catalog.publish(full, "shown").advance(SessionEvent.OPENED)
+    assert catalog.info(full).published == ["shown"]
     listed = catalog.listed("app")
     assert [session for session, _ in listed] == [bare, full, child]
     assert [info for _, info in listed] == [to_wire(catalog.info(session)) for session, _ in listed]
     assert {field.metadata.get("wire", field.name) for field in fields(SessionInfo)} == set(listed[1][1])
+
+
+def test_a_trunk_is_found_by_its_secret_or_by_its_publisher() -> None:
+    """And is no session to anybody: not listed, not found, not expired."""
+    catalog = Catalog(ManualClock())
+    mine = add(catalog, ttl_s=1.0)
+    trunk = catalog.publish(mine, "name")
+    for refused in (lambda: catalog.trunk("app", trunk.id), lambda: catalog.published("app", "name")):
+        with pytest.raises(NotFound):  # it isn't there before `publish` is answered
+            refused()
+    assert catalog.trunks_of("app") == []
+    trunk.advance(SessionEvent.OPENED)
+    for owner, reference in (("app", "name"), ("app", trunk.id), ("other", trunk.id)):
+        assert catalog.trunk(owner, reference) is trunk
+    assert catalog.published("app", "name") is trunk
+    said = set()
+    for look in (
+        lambda: catalog.trunk("other", "name"),
+        lambda: catalog.trunk("other", "nothing"),
+        lambda: catalog.trunk("other", mine.id),
+        lambda: catalog.trunk("app", mine.id),
+    ):
+        with pytest.raises(NotFound) as error:
+            look()
+        said.add((error.value.message, error.value.field))
+    assert len(said) == 1, "what it says doesn't depend on what others have"
+    with pytest.raises(NotFound):
+        catalog.published("other", "name")
+    with pytest.raises(NotFound):
+        catalog.find("app", trunk.id)
+    with pytest.raises(Exists):
+        catalog.publish(mine, "name")
+    assert [info.name for info in catalog.trunks_of("app")] == ["name"]
+    assert catalog.trunks_of("other") == []
+    assert catalog.owned("app") == [mine]
+    assert len(trunk.id) >= 22
+
+
+def test_trunks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stateroom.daemon.catalog.TRUNKS_MAX", 2)
+    catalog = Catalog(ManualClock())
+    mine = add(catalog)
+    trunks = [catalog.publish(mine, name) for name in ("a", "b")]
+    with pytest.raises(Capacity):
+        catalog.publish(mine, "c")
+    trunks[0].advance(SessionEvent.REFUSED)
+    catalog.remove(trunks[0])
+    catalog.publish(mine, "a")
 
 
 def test_idle_sessions_expire_by_the_clock_given() -> None:

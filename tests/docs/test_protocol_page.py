@@ -45,6 +45,7 @@ from stateroom.client.protocol import (
     TokenEvent,
     TokenId,
     TokenLogprob,
+    TrunkInfo,
     Usage,
 )
 from stateroom.client.wire import field_types, wire_names
@@ -63,6 +64,7 @@ TOLD = {
     "model": ModelInfo,
     "limits": ServerLimits,
     "session": SessionInfo,
+    "trunk": TrunkInfo,
 }
 REPLIES = {"token": TokenEvent, "progress": Progress, "event": Event, "error": ErrorBody}
 NAMES: dict[Any, str] = {part: name for name, part in (ASKED | TOLD).items()}

@@ -45,14 +45,19 @@ def test_the_example_runs_as_it_stands(start_daemon: StartDaemon, tmp_path: Path
 
 
 @pytest.mark.system
-def test_the_python_pages_example_runs_as_it_stands(start_daemon: StartDaemon, tmp_path: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
-    daemon = start_daemon(model=write_tiny_model(tmp_path / "tiny"))
-    done = subprocess.run(
-        [sys.executable, "-c", example], env=daemon.env, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"(stop|stop_token|length) \d+$", done.stdout)
+def test_the_python_pages_examples_run_as_they_stand(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
+    daemon = start_daemon(model=write_tiny_model(tmp_path / "tiny", context=2048))
+    told = []
+    for example in examples:
+        done = subprocess.run(
+            [sys.executable, "-c", example], env=daemon.env, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        told.append(done.stdout)
+    decoded, shared = told
+    assert re.search(r"(stop|stop_token|length) \d+$", decoded)
+    assert re.fullmatch(r"\d{3} fork\n", shared)
 
 
 def test_the_cache_pages_example_runs_as_it_stands() -> None:

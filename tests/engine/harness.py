@@ -76,7 +76,7 @@ class Bench:
             self._hear(answer.journal)
         for journal in answer.born:
             self._hear(journal)
-        if answer.rid in self.forks and isinstance(answer.body, p.ForkResult):
+        if answer.rid in self.forks and isinstance(answer.body, p.ForkResult | p.PublishResult):
             parent, children = self.forks[answer.rid]
             for child in children:
                 self.journal[child] = list(self.journal[parent])
@@ -100,8 +100,9 @@ class Bench:
             session = f"s{next(self._names)}"
         else:
             session = session or getattr(request, "session", None)
-        if isinstance(request, p.Fork):
-            children = [f"s{next(self._names)}" for _ in range(request.n)]
+        if isinstance(request, p.Fork | p.Publish):
+            n = request.n if isinstance(request, p.Fork) else 1
+            children = [f"s{next(self._names)}" for _ in range(n)]
             self.forks[rid] = (session or "", children)
         self.commands.take(Command(rid, request, session, children, owner))
         return rid
@@ -113,11 +114,15 @@ class Bench:
         *,
         background: bool = False,
         chat: Sequence[ChatTurn] = (),
+        owner: str = "",
+        trunk: str | None = None,
+        trunk_length: int = 0,
     ) -> p.Body:
         rid = next(self._rids)
         self.bodies[rid] = []
         self.journal[session] = list(tokens)
-        self.commands.take(Adopt(rid, session, list(tokens), background, list(chat)))
+        adopted = (list(tokens), background, list(chat), None, owner, trunk, trunk_length)
+        self.commands.take(Adopt(rid, session, *adopted))
         return self.finish(rid)
 
     def cancel(self, rid: int) -> None:

@@ -1,0 +1,104 @@
+"""Published trunks in the engine: what they share with whom, and what is left when they go."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from tests.engine.harness import Bench
+from tests.tiny import make_tiny_model
+
+from stateroom.client import protocol as p
+from stateroom.daemon.engine.model import LoadedModel
+
+LONG = 600
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return make_tiny_model(context=2048)
+
+
+def tokens_of(n: int, seed: int = 0) -> list[int]:
+    return [(13 * k + 7 * seed) % 200 for k in range(n)]
+
+
+def published(bench: Bench, session: str) -> p.PublishResult:
+    body = bench.call(p.Publish(session=session, name="shared"))
+    assert isinstance(body, p.PublishResult), body
+    return body
+
+
+def forked(bench: Bench, trunk: str, owner: str, n: int = 1) -> list[str]:
+    body = bench.finish(bench.start(p.Fork(trunk=trunk, n=n), trunk, owner))
+    assert isinstance(body, p.ForkResult), body
+    return body.sessions
+
+
+def test_publishing_and_forking_copy_nothing(loaded: LoadedModel) -> None:
+    bench = Bench(loaded)
+    session = bench.open(tokens_of(LONG))
+    held, at = bench.engine.kv_bytes, mx.get_active_memory()
+    body = published(bench, session)
+    assert (body.length, body.copied_bytes, body.shared_bytes) == (LONG, 0, held)
+    children = [*forked(bench, body.trunk, "a", 2), *forked(bench, body.trunk, "b")]
+    assert bench.engine.kv_bytes == held
+    assert mx.get_active_memory() == at
+    bench.decode(session, 20, ignore_eos=True)
+    bench.call(p.Trim(session=session, to=100))
+    for child in children:
+        bench.decode(child, 5, ignore_eos=True)
+    bench.call(p.Close(session=session))
+    late = forked(bench, body.trunk, "c")
+    freed = bench.finish(bench.start(p.Unpublish(name="shared"), body.trunk))
+    assert isinstance(freed, p.CloseResult)
+    assert body.trunk not in bench.engine.sessions
+    for child in [*children, *late]:
+        bench.check_law(child)
+        bench.call(p.Close(session=child))
+    assert bench.engine.kv_bytes == 0
+
+
+def test_an_empty_session_is_not_published(loaded: LoadedModel) -> None:
+    bench = Bench(loaded)
+    body = bench.call(p.Publish(session=bench.open(), name="nothing"))
+    assert isinstance(body, p.ErrorBody)
+    assert (body.code, body.field) == ("invalid", "session")
+    assert len(bench.engine.sessions) == 1
+
+
+def test_forks_of_a_lost_trunk_are_computed_once_for_all_owners() -> None:
+    """What the trunk holds, no more: what an owner added is that owner's."""
+    bench = Bench(make_tiny_model(context=2048))
+    trunk = {"trunk": "t", "trunk_length": LONG}
+    bench.adopt("t", tokens_of(LONG), owner="publisher", **trunk)  # type: ignore[arg-type]
+    one, two = *forked(bench, "t", "a"), *forked(bench, "t", "b")
+    same = tokens_of(200, 4)
+    computed = []
+    for child in (one, two):
+        before = bench.engine.filling.tokens
+        body = bench.call(p.Prefill(session=child, tokens=same))
+        assert isinstance(body, p.LengthResult)
+        computed.append((body.receipt.reused, body.receipt.source, bench.engine.filling.tokens - before))
+        bench.check_law(child)
+    assert computed == [(0, "none", LONG + 199), (LONG, "shared", 199)]
+    # The trunk itself takes part, and so does who comes later.
+    (late,) = forked(bench, "t", "c")
+    body = bench.call(p.Prefill(session=late, tokens=[1]))
+    assert isinstance(body, p.LengthResult)
+    assert (body.receipt.reused, body.receipt.source) == (LONG, "shared")
+    bench.check_law(late)
+
+
+def test_who_forks_a_trunk_shares_nothing_else_with_its_publisher(loaded: LoadedModel) -> None:
+    bench = Bench(loaded)
+    session = bench.open(tokens_of(LONG))
+    trunk = published(bench, session).trunk
+    bench.call(p.Prefill(session=session, tokens=tokens_of(300, 1)))
+    (child,) = forked(bench, trunk, "other")
+    body = bench.call(p.Prefill(session=child, tokens=tokens_of(300, 1)))
+    assert isinstance(body, p.LengthResult)
+    assert (body.receipt.reused, body.receipt.source) == (LONG, "fork")
+    stranger = bench.finish(bench.start(p.Open(tokens=tokens_of(LONG)), owner="stranger"))
+    assert isinstance(stranger, p.OpenResult)
+    assert stranger.receipt is not None
+    assert stranger.receipt.reused == 0
