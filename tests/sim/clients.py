@@ -337,6 +337,37 @@ class Client:
                 self.cancel(number)
 
 
+class Hungry(Client):
+    """Always has work for the device: what ends in one of its `sessions` is followed by more at once.
+
+    Args:
+        tokens: of the prompts that it computes again and again; 0: it decodes instead.
+    """
+
+    def __init__(self, world: World, number: int, app: str, sessions: int, tokens: int) -> None:
+        super().__init__(world, number, app, "all", 1.0, 0)
+        self.length = tokens
+        for _ in range(sessions):
+            self.ask(p.Open(tokens=[1, 2, 3]))
+
+    def _take(self, happening: Happening) -> None:
+        asked = None if isinstance(happening, Ignored) else self.asked.get(happening.request_id)
+        super()._take(happening)
+        if self.resting or asked is None or isinstance(asked.request, p.Hello):
+            return
+        handle = asked.handle or self.ledger.handles[-1]
+        if self.length or isinstance(asked.request, p.Decode):
+            length = self.length or 3
+            tokens = [
+                self.draw.randrange(1, VOCAB) for _ in range(self.draw.randint(length // 2 + 1, length))
+            ]
+            self.ask(p.Sync(session=handle.session, tokens=tokens), handle)
+        else:
+            most = self.draw.randint(20, 120)
+            request = p.Decode(session=handle.session, max_tokens=most, stream=False, ignore_eos=True)
+            self.ask(request, handle)
+
+
 def outcome_name(outcome: Any) -> str:
     """The code of an error, how a result came about, or the class of what went wrong here."""
     plain = "ok" if isinstance(outcome, p.Result) else type(outcome).__name__

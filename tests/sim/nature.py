@@ -35,6 +35,7 @@ class Nature:
     longest: int  # tokens of a prompt
     longest_decode: int
     stops: bool  # the daemon is stopped in the midst
+    hungry: list[tuple[str, int, int]] = field(default_factory=list)  # owner, sessions, tokens of a prompt
     preamble: list[int] = field(default_factory=list, repr=False)  # that many prompts begin with
 
 

@@ -14,7 +14,7 @@ from pathlib import PosixPath
 from typing import Any
 from unittest.mock import patch
 
-from tests.sim.clients import Client, Rude
+from tests.sim.clients import Client, Hungry, Rude
 from tests.sim.faults import Faults
 from tests.sim.invariants import Invariants
 from tests.sim.loop import VirtualLoop
@@ -120,6 +120,9 @@ class World:
         self.invariants = Invariants(self)
         for owner, habit, think_s, most in nature.clients:
             loop.after(self.draw.random() * 0.5, self.arrive, owner, habit, think_s, most)
+        for owner, sessions, tokens in nature.hungry:
+            self._numbers += 1
+            self.clients.append(Hungry(self, self._numbers, owner, sessions, tokens))
         for number in range(nature.rude):
             self.clients.append(Rude(self, number))
         self.faults = Faults(self)
@@ -154,7 +157,7 @@ class World:
                     client.ask(p.ReadTokens(session=handle.session), handle)
         await self._until(self._is_quiet, "reads were never answered")
         self.invariants.quiet()
-        for owner in sorted({owner for owner, *_ in self.nature.clients} | {"default"}):
+        for owner in sorted({session.owner for session in self.broker.catalog}):
             self._numbers += 1
             caretaker = Client(self, self._numbers, owner, "crowd", 1.0, 0)
             self.clients.append(caretaker)
