@@ -191,10 +191,14 @@ class Works:
     def encode(self, text: str) -> Answer:
         return {"tokens": self.loaded.tokenizer.encode(text, first=True)}
 
-    def steps(self, prompt: int, steps: int, rounds: int) -> Answer:
+    def prepare(self) -> Answer:
+        step.prepare(self.loaded)
+        return {}
+
+    def steps(self, kinds: list[str], prompt: int, steps: int) -> Answer:
         self.threads.begin(switched=True)
         self.threads.decode()
-        return step.measure(self.loaded, prompt, steps, rounds)
+        return step.measure(self.loaded, kinds, prompt, steps)
 
     def facts(self) -> Answer:
         return {

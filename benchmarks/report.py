@@ -13,7 +13,7 @@ from benchmarks.measurement import TIE_MARGIN, Measurement
 from rich.console import Console
 from rich.table import Table
 
-WIDTH_MIN = 160  # of the table where the output is no terminal
+WIDTH_MIN = 190  # of the table where the output is no terminal
 CLAIM_WIDTH_MIN = 24
 
 console = Console()

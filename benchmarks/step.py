@@ -1,4 +1,4 @@
-"""One decode step over several caches in one process, ours and two of mlx-lm's. In the peer's process."""
+"""One decode step over several caches, ours and two of mlx-lm's. In the peer's process."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ Forward = Callable[[mx.array], mx.array]  # tokens [1, N] → logits [1, N, V]
 OURS, TRACED, STEPPED, CONCATENATED = "ours", "ours, traced", "KVCache", "ConcatenateKVCache"
 
 
-def measure(loaded: LoadedModel, prompt: int, steps: int, rounds: int) -> dict[str, Any]:
-    """By kind of cache, milliseconds a step in each round and the tokens drawn: {"ms": […], "tokens": […]}.
+def prepare(loaded: LoadedModel) -> None:
+    """Makes of the model what the engine makes of it. mlx-lm's caches are to be measured without."""
+    Engine(loaded, clock_ms=lambda: 0.0, emit=lambda _: None, report=lambda _: "")
+
+
+def measure(loaded: LoadedModel, kinds: list[str], prompt: int, steps: int) -> dict[str, Any]:
+    """By kind of cache, milliseconds a step and the tokens drawn: {"ms": …, "tokens": […]}.
 
     Args:
         prompt: tokens there are before the first step.
     """
     model = loaded.model
-    # The engine prepares a model for its own reads; mlx-lm's caches are handed on by them.
-    Engine(loaded, clock_ms=lambda: 0.0, emit=lambda _: None, report=lambda _: "")
-    kinds: dict[str, Callable[[], Forward]] = {
+    made: dict[str, Callable[[], Forward]] = {
         OURS: lambda: _ours(model),
         TRACED: lambda: _traced(model),
         STEPPED: lambda: _peer(model, KVCache),
         CONCATENATED: lambda: _peer(model, ConcatenateKVCache),
     }
-    found: dict[str, Any] = {kind: {"ms": [], "tokens": []} for kind in kinds}
-    for timed in (False, *[True] * rounds):
-        for kind, make in kinds.items():
-            ms, tokens = _run(make(), prompt, loaded.vocab, steps)
-            if timed:
-                found[kind]["ms"].append(ms)
-                found[kind]["tokens"] = tokens
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        ms, tokens = _run(made[kind](), prompt, loaded.vocab, steps)
+        found[kind] = {"ms": ms, "tokens": tokens}
     return found
 
 
