@@ -195,9 +195,16 @@ class Library:
         """
         found = self.manifest(snapshot)
         check_fingerprint(found, expected)
+        try:
+            return self._content(found, held)
+        except Corrupt:
+            self.manifest(snapshot)  # `Missing`, when it was removed meanwhile
+            raise
+
+    def _content(self, found: Manifest, held: Container[str]) -> Content:
         files = self.files(found)
         tokens, chat = self._part(*files[0]), self._part(*files[1])
-        tail = self._tensors(self._kept(snapshot) / TAIL, found.tail)
+        tail = self._tensors(self._kept(found.id) / TAIL, found.tail)
         runs = [
             None if run.digest in held else self._tensors(self._run(run.digest), run.tensors)
             for run in found.runs

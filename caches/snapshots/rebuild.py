@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -25,11 +25,21 @@ DTYPES = {word: dtype for dtype, word in WORDS.items()}
 
 
 def rebuild(
-    content: Content, empty: SessionCache, trunks: Trunks, alive: Mapping[str, Trunk] | None = None
+    content: Content,
+    empty: SessionCache,
+    trunks: Trunks,
+    alive: Mapping[str, Trunk] | None = None,
+    samples: Sequence[SessionCache] = (),
 ) -> SessionCache:
-    """The session's cache, evaluated. `empty`: an unused one of the same model and scheme; it stays as it is.
+    """The session's cache, evaluated.
 
-    `alive`: trunks for the runs that were left out when `content` was read.
+    Args:
+        content: what `Library.read` gave.
+        empty: an unused cache of the same model and scheme; it stays as it is.
+        trunks: of this process.
+        alive: trunks for the runs that were left out when `content` was read.
+        samples: caches of the model and scheme that were fed, dense and quantised where it may be either;
+            files from elsewhere must hold tensors of their shapes and types.
 
     Raises `Corrupt` for a manifest that is whole but tells what can't be; nothing was changed then.
     """
@@ -57,6 +67,11 @@ def rebuild(
             for trunk, (run, plain) in zip(held, runs, strict=True):
                 if plain is not None:
                     trunks.note(trunk, run.length, run.tensors)
+    for sample in samples:
+        if _signatures(sample) == _signatures(cache):
+            for store, like in zip(cache.stores, sample.stores, strict=True):
+                if (kinds := _kinds(store)) and kinds != _kinds(like):
+                    raise Corrupt(file, "tells of tensors that this model doesn't make")
     mx.eval(cache.arrays(), [plane for trunk in cache.trunks for plane in trunk.planes if plane is not None])
     return cache
 
@@ -90,6 +105,21 @@ def _trunk(run: Run, plain: Sequence[Plain], store: PackedRows, file: Path) -> T
         if own is not None and (plane is None or _kind(plane) != _kind(own)):
             raise Corrupt(file, "tells of runs of other planes than the tail's")
     return Trunk(planes, run.start, run.start + run.length)
+
+
+def _signatures(cache: SessionCache) -> list[Hashable]:
+    return [store.signature for store in cache.stores]
+
+
+def _kinds(store: Store) -> list[object]:
+    """Shapes, but for the number of tokens, and types of what a store holds; nothing, when it is empty."""
+    if isinstance(store, PackedRows):
+        planes = next((chain[0].trunk.planes for chain in store.chains if chain), store.planes)
+        kinds: list[object] = [None if plane is None else _kind(plane) for plane in planes]
+    else:
+        held = [array for layer in store.layers for array in layer.cache]
+        kinds = [None if array is None else (array.shape, array.dtype) for array in held]
+    return kinds if any(kinds) else []
 
 
 def _kind(plane: mx.array) -> tuple[int, int, mx.Dtype]:

@@ -48,13 +48,20 @@ def save(
 
 
 def restore(
-    library: Library, snapshot: str, empty: SessionCache, model: Mapping[str, str], trunks: Trunks
+    library: Library,
+    snapshot: str,
+    empty: SessionCache,
+    model: Mapping[str, str],
+    trunks: Trunks,
+    samples: Sequence[SessionCache] = (),
 ) -> Restored:
     """What was saved. `empty`: an unused cache of the model and scheme; it stays as it is.
+
+    `samples`: see `rebuild`.
 
     Raises `Missing`, `Mismatch`, `Corrupt`.
     """
     alive = trunks.alive(library.manifest(snapshot).runs)
     content = library.read(snapshot, {**model, **kv_parts(empty.blueprint)}, alive)
-    cache = rebuild(content, empty, trunks, alive)
+    cache = rebuild(content, empty, trunks, alive, samples)
     return Restored(cache, content.tokens.tolist(), content.chat, content.manifest)

@@ -79,8 +79,8 @@ class Store:
     def write(self, batch: Batch, lasting: bool = False) -> None:
         """All of a batch or nothing of it. It outlives this process at once, whatever ends that.
 
-        `lasting`: this batch and all before it outlive a loss of power too, at the price of a sync of the disk;
-        of those since the last such one, the later may then be lost, never an earlier one alone.
+        `lasting`: this batch and all before it outlive a loss of power too, at the price of a sync of the
+        disk; of those since the last such one, the later may then be lost, never an earlier one alone.
 
         Raises `NotWritten` (the disk is full, or fails): put the batch back and try again later.
         """

@@ -6,10 +6,15 @@ import os
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from io import BytesIO
+from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.caches.snapshots.material import (
     EXPECTED,
     MODEL,
@@ -25,6 +30,7 @@ from stateroom.caches.snapshots import carried, durable
 from stateroom.caches.snapshots.library import Library
 from stateroom.caches.snapshots.limits import Limits
 from stateroom.caches.snapshots.refusals import InUse, Missing, NoRoom, RunGone
+from stateroom.caches.snapshots.tensors import ITEM_BYTES, Plain
 
 
 @pytest.fixture
@@ -248,3 +254,41 @@ def test_what_writes_loads_no_mlx() -> None:
     program += "print([name for name in sys.modules if name.split('.')[0] in ('mlx', 'numpy')], c.MAGIC)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("[] ")
+
+
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+dtypes = st.sampled_from(sorted(ITEM_BYTES))
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.text(max_size=9), dtypes, shapes), max_size=6, unique_by=lambda each: each[0]))
+def test_tensors_of_any_type_and_shape(drawn: list[tuple[str, str, tuple[int, ...]]]) -> None:
+    """Single values, and tensors of nothing, among them."""
+    tail = tuple(
+        Plain(name, dtype, shape, os.urandom(prod(shape) * ITEM_BYTES[dtype])) for name, dtype, shape in drawn
+    )
+    with TemporaryDirectory() as folder:
+        library = Library(Path(folder))
+        made = library.write(replace(material(1), tail=tail), MODEL, about())
+        assert library.read(made.id, EXPECTED).tail == tail
+        library.close()
+
+
+def test_what_is_removed_while_it_is_read_is_missing(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It isn't corrupt; nobody is to be told that the disk fails."""
+    made = library.write(material(1), MODEL, about())
+    real, asked = durable.read, 0
+
+    def read(path: Path, most: int, exactly: int | None = None) -> bytes:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            library.remove(made.id)
+        return real(path, most, exactly)
+
+    monkeypatch.setattr(durable, "read", read)
+    with pytest.raises(Missing):
+        library.read(made.id, EXPECTED)
+    assert asked >= 3

@@ -323,3 +323,25 @@ def test_in_steps_it_is_the_session_of_the_first_step(library: Library) -> None:
     back = restore(library, made.id, empty("qwen3_next_64"), MODEL, trunks)
     assert back.tokens == tokens[:120]
     assert raw(back.cache) == before
+
+
+@pytest.mark.parametrize("architecture", ["llama_64", "lfm2"])
+def test_tensors_that_the_model_does_not_make_are_corrupt(library: Library, architecture: str) -> None:
+    """A file from elsewhere may have right checksums of anything; its shapes and types are the model's."""
+    session, sample = empty(architecture), empty(architecture)
+    feed(session, model_of(architecture), text(100))
+    feed(sample, model_of(architecture), text(1))
+    child = session.branch()
+    whole = [materialise(each, text(100), Trunks()) for each in (session, child)]
+    for material in whole:
+        made = library.write(material, MODEL, about())
+        restore(library, made.id, empty(architecture), MODEL, Trunks(), [sample])
+    other = tiny(architecture)
+    other.set_dtype(mx.bfloat16)
+    install(other)
+    strange = SessionCache.create(other)
+    feed(strange, other, text(100))
+    for each in (strange, strange.branch()):
+        made = library.write(materialise(each, text(100), Trunks()), MODEL, about())
+        with pytest.raises(Corrupt, match="doesn't make"):
+            restore(library, made.id, empty(architecture), MODEL, Trunks(), [sample])
