@@ -17,7 +17,7 @@ from mlx import nn
 from stateroom.caches.group import Group
 from stateroom.caches.session import SessionCache
 from stateroom.client.protocol import Progress, Receipt, Source
-from stateroom.daemon.engine.session import Change, Session, apply, chat_within
+from stateroom.daemon.engine.session import CHECKPOINT_EVERY, Change, Session, apply, chat_within
 from stateroom.daemon.link import ChatTurn
 
 
@@ -134,8 +134,12 @@ class Fill:
         return self.session.missing
 
     def piece(self, tokens: int) -> int:
-        """How many of so many tokens to feed at once: up to where the session is quantised."""
-        return self._cache().piece(tokens)
+        """How many of so many tokens to feed at once: up to where it is quantised, or leaves a checkpoint."""
+        cache = self._cache()
+        if cache.checkpointed:
+            # At the same lengths in every session, however fast it is: those that others can share from.
+            tokens = min(tokens, CHECKPOINT_EVERY - self.session.stored % CHECKPOINT_EVERY)
+        return cache.piece(tokens)
 
     def _cache(self) -> SessionCache:
         if self.session.cache is None:

@@ -22,7 +22,7 @@ from stateroom.client.errors import Capacity
 from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.kv import Served
 from stateroom.daemon.engine.score import Score
-from stateroom.daemon.engine.session import Session
+from stateroom.daemon.engine.session import CHECKPOINT_EVERY, Session
 from stateroom.daemon.scheduler.pace import QUANTUM_MAX
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 RETRY_AFTER_S = 5.0  # told with `capacity`; sessions close or end in about that time
 STEP = 1  # tokens that a decoding session takes at once
-CHECKPOINT_EVERY = 256  # tokens between two checkpoints of a long prompt or answer, and at every prompt's end
 
 Part = Trunk | Checkpoint  # what several sessions may hold
 

@@ -24,6 +24,9 @@ from stateroom.daemon.link import ChatTurn
 REPLACED_MAX = 4_096  # tokens that the last cut dropped, kept to guess from
 
 
+CHECKPOINT_EVERY = 256  # tokens between two checkpoints of a long prompt or answer, and at every prompt's end
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Session:
     """One session. While a stream runs, its row is lent to a batch: `cache` is None and `lent` is set."""

@@ -10,8 +10,8 @@ from stateroom.caches.checkpoints import CHECKPOINTS_MAX
 from stateroom.caches.session import SessionCache
 from stateroom.caches.stored_rows import TRIM_BACK
 from stateroom.client import protocol as p
-from stateroom.daemon.engine.memory import CHECKPOINT_EVERY
 from stateroom.daemon.engine.model import LoadedModel
+from stateroom.daemon.engine.session import CHECKPOINT_EVERY
 
 STATEFUL = ["lfm2", "falcon_h1", "mamba"]
 LONG = 2 * CHECKPOINT_EVERY + 50

@@ -159,7 +159,7 @@ def test_a_prefix_that_was_quantised_serves_where_it_would_have_been() -> None:
 
 @pytest.mark.parametrize("architecture", ["gemma3_text", "lfm2", "falcon_h1", "mamba"])
 def test_layers_that_cannot_be_trimmed_share_from_checkpoints(architecture: str) -> None:
-    bench = Bench(make_tiny_model(architecture, context=2048), pace=Pace(idle_ms=0.0))
+    bench = Bench(make_tiny_model(architecture, context=2048))
     first, _ = opened(bench, tokens_of(LONG))
     assert 256 in bench.session(first).trail.lengths
     second, receipt = opened(bench, [*tokens_of(400), *tokens_of(30, 1)])

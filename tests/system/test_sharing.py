@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from tests.conftest import RunningDaemon
@@ -16,13 +17,14 @@ from stateroom.client.errors import NotFound
 pytestmark = pytest.mark.system
 
 PROGRAM_S = 60.0
+PULSE_WITHIN_S = 20.0
 PROMPT = [n % 200 for n in range(700)]
 
 READER = """
 import sys
 from stateroom.client import connect
 
-with connect(endpoint=sys.argv[1], app="reader") as room:
+with connect(endpoint=sys.argv[1], app=sys.argv[3]) as room:
     (mine,) = room.fork(sys.argv[2])
     length = mine.length
     result = mine.prefill(tokens=[1, 2, 3])
@@ -31,9 +33,9 @@ with connect(endpoint=sys.argv[1], app="reader") as room:
 """
 
 
-def read(daemon: RunningDaemon, trunk: str) -> list[str]:
+def read(daemon: RunningDaemon, trunk: str, app: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", READER, daemon.endpoint, trunk],
+        [sys.executable, "-c", READER, daemon.endpoint, trunk, app],
         env=daemon.env,
         capture_output=True,
         text=True,
@@ -53,7 +55,7 @@ def test_one_app_publishes_and_another_program_goes_on(
     assert published.copied_bytes == 0
     alone = connect_to(tiny_daemon, "alone").open(tokens=[*PROMPT, 1, 2, 3])
     wanted = [str(token) for token in alone.decode(8, ignore_eos=True).wait().tokens]
-    length, reused, source, *drawn = read(tiny_daemon, published.trunk)
+    length, reused, source, *drawn = read(tiny_daemon, published.trunk, "reader")
     assert (length, reused, source) == ("700", "700", "fork")
     assert drawn == wanted
     (shown,) = publisher.trunks()
@@ -63,10 +65,10 @@ def test_one_app_publishes_and_another_program_goes_on(
 
     (model,) = publisher.stats().models
     os.kill(model["pid"], signal.SIGKILL)
-    length, reused, source, *drawn = read(tiny_daemon, published.trunk)
+    length, reused, source, *drawn = read(tiny_daemon, published.trunk, "second reader")
     assert (length, reused, source) == ("700", "0", "none")
     assert drawn == wanted
-    length, reused, source, *drawn = read(tiny_daemon, published.trunk)
+    length, reused, source, *drawn = read(tiny_daemon, published.trunk, "third reader")
     assert (length, reused, source) == ("700", "700", "shared")
     assert drawn == wanted
     publisher.unpublish("manual")
@@ -108,4 +110,8 @@ def test_sharing_by_hand_over_a_socket(tiny_daemon: RunningDaemon, raw_client: R
     ids = [client.send("decode", session=opened["session"], max_tokens=10) for opened in (first, second)]
     one, two = [client.final(request) for request in ids]
     assert one["tokens"] == two["tokens"]
-    assert client.ask("stats")["models"][0]["unconserved"] == 0
+    until_s = time.monotonic() + PULSE_WITHIN_S
+    while "unconserved" not in (gauges := client.ask("stats")["models"][0]["gauges"]):
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    assert gauges["unconserved"] == 0
