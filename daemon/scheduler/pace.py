@@ -2,59 +2,54 @@
 
 A pass costs something by itself (the weights are read) and something for each token. Both are learnt from the
 passes there were, and quanta sized so that a running interactive stream waits no longer than its inter-token
-budget, with a floor so that a prefill always moves.
+budget. The floor is a pass that spends half of its time on tokens: less would make prefills several times
+dearer, for everybody who waits.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 QUANTUM_MIN = 16  # tokens; below this a pass costs nearly the same
+FLOOR_MAX = 128  # tokens; what a pass costs by itself asks for no more than this beside streams
 QUANTUM_MAX = 512  # tokens; more gains nothing and delays cancellation
 ALONE_EVERY = 8  # quanta beside streams; then a turn without one shows what a step costs
-SMOOTHING = 0.3  # weight of the newest measurement of a step
-MEMORY = 0.9  # weight of the passes before, at each new one
+SMOOTHING = 0.3  # weight of the newest measurement
 DOUBT = (
-    0.05  # passes that differ by less than the square root of this, in tokens, don't tell the two costs apart
+    0.05  # sizes that differ by less than the square root of this, in tokens, don't tell the two costs apart
 )
 
 
 @dataclass
 class PassCost:
-    """Milliseconds of a pass over so many tokens: a line through the last ones, at worst through zero."""
+    """Milliseconds of a pass over so many tokens: a line through what passes of some sizes took.
 
-    weight: float = 0.0
-    tokens: float = 0.0  # weighted means
-    ms: float = 0.0
-    spread: float = 0.0  # weighted mean square of tokens around their mean, and of tokens with ms
-    joint: float = 0.0
+    Sizes are kept apart so that many equal passes don't make it forget what larger and smaller ones cost: with
+    one size only, all of a pass seems to be its tokens', and the size would never change again.
+    """
 
-    def add(self, tokens: int, ms: float) -> None:
-        self.weight = self.weight * MEMORY + 1.0
-        share = 1.0 / self.weight
-        dx, dy = tokens - self.tokens, ms - self.ms
-        self.tokens += share * dx
-        self.ms += share * dy
-        self.spread = (1.0 - share) * (self.spread + share * dx * dx)
-        self.joint = (1.0 - share) * (self.joint + share * dx * dy)
+    sizes: dict[int, tuple[float, float]] = field(default_factory=dict)  # by bits: tokens, ms; smoothed
+    per_token: float = 0.0  # milliseconds of one more token
+    of_pass: float = 0.0  # of a pass by itself
 
     @property
     def known(self) -> bool:
-        return self.weight > 0.0
+        return bool(self.sizes)
 
-    @property
-    def per_token(self) -> float:
-        """Milliseconds of one more token."""
-        if not self.known:
-            return 0.0
-        flat = self.ms / self.tokens
-        doubt = DOUBT * self.tokens * self.tokens
-        return min(max((self.joint + doubt * flat) / (self.spread + doubt), flat / 8), flat)
-
-    @property
-    def of_pass(self) -> float:
-        """Milliseconds of a pass by itself."""
-        return max(self.ms - self.per_token * self.tokens, 0.0) if self.known else 0.0
+    def add(self, tokens: int, ms: float) -> None:
+        size = tokens.bit_length()
+        at, took = self.sizes.get(size, (float(tokens), ms))
+        at, took = at + SMOOTHING * (tokens - at), took + SMOOTHING * (ms - took)
+        self.sizes[size] = at, took
+        # The slope comes of all sizes; the line goes through the newest, whatever the others were long ago.
+        mean = sum(x for x, _ in self.sizes.values()) / len(self.sizes)
+        spread = sum((x - mean) ** 2 for x, _ in self.sizes.values())
+        joint = sum((x - mean) * y for x, y in self.sizes.values())
+        flat = took / at
+        doubt = DOUBT * mean * mean
+        self.per_token = min(max((joint + doubt * flat) / (spread + doubt), flat / 8), flat)
+        self.of_pass = max(took - self.per_token * at, 0.0)
 
     def of(self, tokens: int) -> float:
         return self.of_pass + self.per_token * tokens
@@ -115,7 +110,12 @@ class Pace:
             budget_ms = self.gap_ms if self.gap_ms is not None else self.gap_steps * (self.step_ms or 0.0)
         if not self.cost.known:
             return QUANTUM_MIN
-        fitting = (budget_ms - self.cost.of_pass) / max(self.cost.per_token, 1e-9)
-        # Whole multiples of the floor: a matrix product of 48 rows is no dearer than one of 41.
+        per_token = max(self.cost.per_token, 1e-9)
+        fitting = (budget_ms - self.cost.of_pass) / per_token
+        # Whole multiples of the least: a matrix product of 48 rows is no dearer than one of 41.
         whole = int(min(max(fitting, 0.0), QUANTUM_MAX)) // QUANTUM_MIN * QUANTUM_MIN
-        return max(whole, QUANTUM_MIN)
+        floor = self.cost.of_pass / per_token
+        if len(self.cost.sizes) == 1:  # a second one is tried, else this stays for good
+            floor = 2 * max(at for at, _ in self.cost.sizes.values())
+        floor = math.ceil(min(floor, FLOOR_MAX) / QUANTUM_MIN) * QUANTUM_MIN
+        return max(whole, floor, QUANTUM_MIN)

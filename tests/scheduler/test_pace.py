@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stateroom.daemon.scheduler.pace import ALONE_EVERY, QUANTUM_MAX, QUANTUM_MIN, Pace, PassCost
+from stateroom.daemon.scheduler.pace import ALONE_EVERY, FLOOR_MAX, QUANTUM_MAX, QUANTUM_MIN, Pace, PassCost
 
 EXPERT_ROWS_MAX = 32_768  # above it, rows of a quantised expert product came out wrong on Metal
 EXPERTS_MOST = 32  # that a token is sent to, in any model served
@@ -70,10 +70,35 @@ def test_a_budget_in_milliseconds() -> None:
 
 
 def test_what_a_pass_costs_by_itself_is_part_of_the_budget() -> None:
-    quanta = run(Pace(gap_ms=50.0), 200, step_ms=12.0, token_ms=0.25, pass_ms=20.0)
+    quanta = run(Pace(gap_ms=50.0), 200, step_ms=12.0, token_ms=0.25, pass_ms=10.0)
     settled = [tokens for tokens in quanta if tokens][-20:]
-    assert max(20.0 + 0.25 * tokens for tokens in settled) <= 50.0 * 1.1
-    assert min(settled) >= 64
+    assert max(10.0 + 0.25 * tokens for tokens in settled) <= 50.0 * 1.1
+    assert min(settled) >= 112
+
+
+@pytest.mark.parametrize("step_ms", [1.0, 70.0, 110.0])
+def test_a_pass_spends_half_of_its_time_on_tokens(step_ms: float) -> None:
+    """Once passes of some sizes were seen; however many small ones follow, it isn't forgotten."""
+    pace = Pace()
+    for tokens in (16, 64, 448, 300):
+        pace.measured_turn(110.0 + 2.0 * tokens, tokens=tokens, streams=False)
+    quanta = run(pace, 400, step_ms=step_ms, token_ms=2.0, pass_ms=110.0)
+    wanted = max(64, int((3 * step_ms - 110.0) / 2.0) // QUANTUM_MIN * QUANTUM_MIN)
+    settled = [tokens for tokens in quanta if tokens][-50:]
+    assert all(abs(tokens - wanted) <= QUANTUM_MIN for tokens in settled)
+
+
+def test_a_second_size_is_tried_beside_streams() -> None:
+    """Else tokens would seem as dear as in the smallest passes for ever."""
+    quanta = run(Pace(), 60, step_ms=70.0, token_ms=2.0, pass_ms=110.0)
+    assert [tokens for tokens in quanta if tokens][-1] >= 48
+
+
+def test_the_floor_is_bounded() -> None:
+    pace = Pace(gap_ms=1.0)
+    for tokens in (16, 64, 256):
+        pace.cost.add(tokens, 1e5 + tokens)
+    assert pace.room(hurried=True) <= FLOOR_MAX
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
