@@ -25,8 +25,8 @@ DOUBT = (
 class PassCost:
     """Milliseconds of a pass over so many tokens: a line through what passes of some sizes took.
 
-    Sizes are kept apart so that many equal passes don't make it forget what larger and smaller ones cost: with
-    one size only, all of a pass seems to be its tokens', and the size would never change again.
+    Sizes are kept apart so that many equal passes don't make it forget what larger and smaller ones cost:
+    with one size only, all of a pass seems to be its tokens', and the size would never change again.
     """
 
     sizes: dict[int, tuple[float, float]] = field(default_factory=dict)  # by bits: tokens, ms; smoothed
