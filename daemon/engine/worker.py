@@ -152,6 +152,7 @@ def make_engine(
 ) -> Engine:
     """An engine for this device. `gap_ms`: of running streams; None: what is usual on it."""
     from stateroom.daemon.engine.engine import Engine
+    from stateroom.daemon.engine.part_costs import measured
 
     on_gpu = str(loaded.facts.get("device", "cpu")).startswith("gpu")
     blas = None if on_gpu else BlasThreads.find()
@@ -169,6 +170,11 @@ def make_engine(
     if blas is not None and not blas.pays(engine.trial_step()):
         blas.many()
         engine.blas = None  # then nothing is switched, and quanta share the device with steps
+    if engine.schemes.groupable:
+        try:
+            engine.decoding.costs = measured(loaded.model, engine.schemes.dense.samples[0])
+        except Exception as error:  # such as no memory: it goes by what is usual
+            report(error)
     return engine
 
 
