@@ -1,6 +1,6 @@
 """Virtual clients: the library's real `Connection` over a simulated line, and a habit of asking for things.
 
-Each kind of client is a table of what it likes to do. `Rude` ones are no clients of the library at all.
+Each kind of client is a table of what it likes to do.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import msgpack
 from tests.sim.language import VOCAB
 from tests.sim.ledger import Asked, Handle, Ledger
 from tests.sim.must import must
@@ -24,12 +23,15 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 NAME = "own-name"  # one that every client of an owner may use
+TRUNK_NAMES = ("rules", "manual")
 HANDLES_MAX = 6  # a client that has more closes one
-GARBAGE_IDS = 10**12  # from here on
 
 HABITS: dict[str, dict[str, int]] = {
     "editor": {"open": 1, "sync": 12, "decode": 5, "tokens": 1, "cancel": 2},
-    "agent": {"open": 2, "fork": 4, "decode": 8, "prefill": 2, "trim": 2, "close": 4, "tokens": 1},
+    "agent": {
+        "open": 2, "fork": 4, "decode": 8, "prefill": 2, "trim": 2, "close": 4, "tokens": 1,
+        "publish": 1, "fork_trunk": 2,
+    },
     "chat": {"open": 1, "prefill": 4, "decode": 6, "info": 1},
     "monitor": {
         "watch": 2, "list": 4, "stats": 4, "info": 2, "hello": 1, "end_watch": 2, "load": 1, "unload": 1,
@@ -39,7 +41,7 @@ HABITS: dict[str, dict[str, int]] = {
         "open": 3, "prefill": 3, "decode": 5, "decode_whole": 2, "sync": 4, "trim": 2, "fork": 2, "score": 1,
         "tokens": 2, "close": 2, "info": 1, "list": 1, "stats": 1, "watch": 1, "end_watch": 1, "cancel": 3,
         "cancel_session": 1, "cancel_lost": 1, "open_named": 1, "fork_named": 1, "named": 3, "common": 3,
-        "load": 1, "unload": 1, "missing": 1, "too_long": 1,
+        "load": 1, "unload": 1, "missing": 1, "too_long": 1, "publish": 1, "unpublish": 1, "fork_trunk": 2,
     },
 }  # fmt: skip
 
@@ -185,6 +187,22 @@ class Client:
     def _fork(self) -> None:
         self._with_handle(lambda h: p.Fork(session=h.session, n=self.draw.choice([1, 1, 2, 5])))
 
+    def _publish(self) -> None:
+        self._with_handle(lambda h: p.Publish(session=h.session, name=self.draw.choice(TRUNK_NAMES)))
+
+    def _unpublish(self) -> None:
+        self.ask(p.Unpublish(name=self.draw.choice(TRUNK_NAMES)))
+
+    def _fork_trunk(self) -> None:
+        """One of anybody's trunks by its id, or an own one by its name."""
+        trunks = self.world.trunks
+        if trunks and self.draw.random() < 0.8:
+            trunk = self.draw.choice(list(trunks)[-6:])
+            number = self.ask(p.Fork(trunk=trunk, n=self.draw.choice([1, 3])))
+            self.asked[number].trunk = trunks[trunk]
+        else:
+            self.ask(p.Fork(trunk=self.draw.choice(TRUNK_NAMES)))
+
     def _score(self) -> None:
         self._with_handle(lambda h: p.Score(session=h.session, tokens=self.tokens()))
 
@@ -292,6 +310,11 @@ class Client:
         must(not isinstance(outcome, Internal | StreamBroken), f"{asked.request.op}: {outcome!r}")
         if asked.common:
             self._share(outcome)
+        elif isinstance(outcome, p.PublishResult):
+            assert asked.handle is not None
+            held = asked.handle
+            must(not held.sure or outcome.length == len(held.tokens), "a publish of another length")
+            self.world.trunks[outcome.trunk] = list(held.tokens) if held.sure else None
         self.ledger.ended(asked, outcome)
         self.world.outcomes.add(f"{asked.request.op} {outcome_name(outcome)}")
 
@@ -372,67 +395,3 @@ def outcome_name(outcome: Any) -> str:
     """The code of an error, how a result came about, or the class of what went wrong here."""
     plain = "ok" if isinstance(outcome, p.Result) else type(outcome).__name__
     return getattr(outcome, "code", None) or getattr(outcome, "finish", None) or plain
-
-
-class Rude:
-    """Sends what no library would: frames that are nothing, ids used twice, delimiters, too many frames."""
-
-    def __init__(self, world: World, number: int) -> None:
-        self.world = world
-        self.draw = random.Random(f"{world.seed}/rude {number}")
-        self.name = b"rude %d" % number
-        self.line = world.network.connect(self.name, self.hear)
-        self.owed: dict[int | None, int] = {}  # final replies by the id that they should carry
-        self.gone = False
-        self.resting = False
-        self.ids = GARBAGE_IDS
-        world.loop.after(0.0, self._live)
-
-    def _live(self) -> None:
-        if self.gone or self.resting:
-            return
-        frames, number = self._frames()
-        self.owed[number] = self.owed.get(number, 0) + 1
-        self.line.send(frames)
-        self.world.loop.after(self.draw.expovariate(2.0), self._live)
-
-    def _frames(self) -> tuple[list[bytes], int | None]:
-        draw = self.draw
-        self.ids += draw.choice([0, 1, 1])
-        number = self.ids
-        valid = {"v": 1, "id": number, "op": draw.choice(["list", "stats", "open"])}
-        kind = draw.randrange(7)
-        if kind == 0:
-            return [draw.randbytes(draw.randrange(1, 40))[:1] + b"\xc1\xc1"], None
-        if kind == 1:
-            return [msgpack.packb({**valid, "v": 2})], number
-        if kind == 2:
-            return [msgpack.packb({**valid, "no": 1})], number
-        if kind == 3:
-            return [msgpack.packb({**valid, "op": "fly"})], number
-        if kind == 4:
-            return [msgpack.packb(valid), msgpack.packb(valid)], number
-        if kind == 5:
-            return [b"", msgpack.packb(valid)], number
-        return [msgpack.packb({**valid, "op": "open", "tokens": [1, 2, 3], "ttl_s": 5.0})], number
-
-    def hear(self, frames: list[bytes]) -> None:
-        reply = msgpack.unpackb(frames[-1])
-        if reply["final"]:
-            number = reply["id"]
-            must(self.owed.get(number, 0) > 0, f"a reply to {number}, which has had all of its replies")
-            self.owed[number] -= 1
-            must(
-                reply["kind"] == "result" or reply["error"]["code"] != "internal", f"internal error: {reply}"
-            )
-
-    def unheard(self, frames: list[bytes]) -> None:
-        self.owed[read_id(frames[-1])] -= 1
-
-    def rest(self) -> None:
-        self.resting = True
-        self.line.read_on()
-
-    @property
-    def waits(self) -> bool:
-        return any(self.owed.values())

@@ -80,6 +80,8 @@ class Engine:
             p.Trim: self._trim,
             p.Decode: self._decode,
             p.Fork: self._fork,
+            p.Publish: self._publish,
+            p.Unpublish: self._close,
             p.Score: self._score,
             p.ReadTokens: self._tokens,
             p.Close: self._close,
@@ -292,18 +294,40 @@ class Engine:
 
     def _fork(self, command: Command, request: p.Fork) -> None:
         session = self._idle(command)
-        self._admit((None, 0), *((None, 0) for _ in command.children))
-        before = self.pool.used_bytes
-        for child_id in command.children:
-            child = Session(child_id, session.owner, session.background, session.kv.branch())
-            child.tokens = session.tokens[:]
-            self.sessions[child_id] = child
+        copied_bytes = self._branch(command, session)
         result = p.ForkResult(
             sessions=command.children,
             length=session.length,
             shared_bytes=session.kv.shared_bytes,
-            copied_bytes=max(self.pool.used_bytes - before, 0),
+            copied_bytes=copied_bytes,
         )
+        self._made(command, session, result)
+
+    def _publish(self, command: Command, request: p.Publish) -> None:
+        session = self._idle(command)
+        if not session.length:
+            raise Invalid("An empty session has nothing to publish.", field="session")
+        copied_bytes = self._branch(command, session)
+        result = p.PublishResult(
+            trunk=command.children[0],
+            name=request.name,
+            length=session.length,
+            shared_bytes=session.kv.shared_bytes,
+            copied_bytes=copied_bytes,
+        )
+        self._made(command, session, result)
+
+    def _branch(self, command: Command, session: Session) -> int:
+        """The children of a command, which hold what a session does; gives the bytes that were copied."""
+        self._admit(*((None, 0) for _ in command.children))
+        before = self.pool.used_bytes
+        for child_id in command.children:
+            child = Session(child_id, command.owner, session.background, session.kv.branch())
+            child.tokens = session.tokens[:]
+            self.sessions[child_id] = child
+        return max(self.pool.used_bytes - before, 0)
+
+    def _made(self, command: Command, session: Session, result: p.Result) -> None:
         born = [self.sessions[child].journal(session.length) for child in command.children]
         self.emit(Answer(command.rid, result, session.journal(session.length), born))
 
@@ -333,7 +357,7 @@ class Engine:
         piece = session.tokens[request.start or 0 : request.to].tolist()
         self.emit(Answer(command.rid, p.TokensResult(tokens=piece, text="")))
 
-    def _close(self, command: Command, request: p.Close) -> None:
+    def _close(self, command: Command, request: p.Close | p.Unpublish) -> None:
         session = self._idle(command)
         freed = session.kv.private_bytes
         session.kv.trim(0)

@@ -84,7 +84,7 @@ class Faults:
         client = self._client()
         if client is not None:
             client.line.pause()
-            self.world.loop.after(self.draw.choice([0.1, 3.0]), client.read_on)
+            self.world.loop.after(self.draw.choice([0.1, 3.0, 10.0]), client.read_on)
 
     def _time_jumps(self) -> None:
         """The machine slept, or the broker's process did."""

@@ -76,7 +76,9 @@ class Invariants:
             running, held = tickets.get(session.running), tickets.get(session.held)
             must((session.running is None) == (running is None), f"{what} is run by a request that ended")
             must((session.held is None) == (held is None), f"{what} holds a request that ended")
-            must(session.running_op == (running.op if running else None), f"{what} tells of another request")
+            op = running.op if running else None
+            told = "close" if op == "unpublish" else op  # of a trunk, which nobody is told of
+            must(session.running_op == told, f"{what} tells of another request")
             if state is SessionState.IDLE:
                 must(running is None and held is None, f"{what} has a request")
             elif state is not SessionState.OPENING:
@@ -136,7 +138,7 @@ class Invariants:
         for session in broker.catalog:
             must(session.state is SessionState.IDLE, f"a session is {session.state.value}")
             must(
-                session.name is not None or session.id in self.world.told,
+                session.name or session.published_as or session.id in self.world.told,
                 f"session {session.id} was told to nobody",
             )
         self.agree()

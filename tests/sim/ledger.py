@@ -39,6 +39,7 @@ class Asked:
     changes: int = 0
     quiet: bool = False  # nothing else was going on in the session when it was sent
     cancelled: bool = False
+    trunk: list[int] | None = None  # what the trunk holds that it forks
     common: bool = False  # of a session that others of the owner use, too: nothing can be believed of it
 
     @property
@@ -72,6 +73,8 @@ class Ledger:
             must(outcome.finish == "cancelled" or outcome.length == len(tokens), "an open lost tokens")
             handle = Handle(outcome.session, tokens[: outcome.length], may_go=request.ttl_s is not None)
             self.handles.append(handle)
+        elif isinstance(outcome, p.ForkResult) and request.trunk is not None:
+            self._forked_trunk(asked.trunk, outcome)
         elif handle is None:
             return
         elif isinstance(outcome, StateroomError | ClientError):
@@ -104,6 +107,11 @@ class Ledger:
         elif result.finish == "cancelled":
             must(asked.cancelled, "a decode was cancelled that nobody cancelled")
         handle.tokens += result.tokens
+
+    def _forked_trunk(self, tokens: list[int] | None, result: p.ForkResult) -> None:
+        """`tokens`: what was published, where that is known."""
+        must(tokens is None or result.length == len(tokens), "a trunk of another length")
+        self.handles += [Handle(child, list(tokens or []), tokens is not None) for child in result.sessions]
 
     @staticmethod
     def _follows(handle: Handle, tokens: list[int]) -> None:

@@ -27,9 +27,8 @@ UNFAIR_MAX = 0.1  # of a window
 def hungry_nature(seed: int) -> Nature:
     """Two to four owners, each with more sessions than there are places, or with prompts, or with both.
 
-    Every turn has a step and one quantum at most: where quanta are short (short prompts, or a device that
-    computes as many tokens as one may have in a few steps' time), those who decode get more than their share.
-    Here a quantum takes as long as it may, and that is five steps.
+    docs/architecture.md lets gaps go before shares: there is a step in every turn, and one quantum at most.
+    So that shares can hold, a quantum takes as long as it may here, five steps.
     """
     draw = random.Random(f"{seed}/hungry")
     nature = nature_of(seed)

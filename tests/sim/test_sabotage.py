@@ -20,7 +20,7 @@ from stateroom.daemon.link import Adopt, CancelCommand, decode_to_worker
 from stateroom.daemon.peers import Delivery, Peer, Peers
 from stateroom.daemon.tickets import Tickets
 
-SEEDS = 60
+SEEDS = 100
 Sabotage = Callable[[], AbstractContextManager[Any]]
 
 

@@ -53,6 +53,7 @@ FEARED = """
     decode numeric, decode invalid, decode not_found, decode busy, decode shutting_down, decode capacity,
     sync done, sync cancelled, sync engine_lost, sync capacity, sync shutting_down,
     trim done, trim invalid, fork ok, fork exists, fork busy, fork engine_lost, fork capacity, score ok,
+    publish ok, publish exists, publish invalid, unpublish ok, unpublish not_found,
     tokens ok, tokens engine_lost, tokens not_found, close ok, close busy, close shutting_down,
     watch ok, watch slow_consumer, load ok, load engine_lost, unload ok, unload busy, cancel not_found
 """

@@ -14,17 +14,18 @@ from pathlib import PosixPath
 from typing import Any
 from unittest.mock import patch
 
-from tests.sim.clients import Client, Hungry, Rude
+import msgpack
+from tests.sim.clients import Client, Hungry
 from tests.sim.faults import Faults
 from tests.sim.invariants import Invariants
 from tests.sim.loop import VirtualLoop
 from tests.sim.must import must
 from tests.sim.nature import Nature, nature_of
 from tests.sim.network import Line, Link, Network
+from tests.sim.rude import Rude
 from tests.sim.worker import Fate, Process
 
 from stateroom.client import protocol as p
-from stateroom.client.wire import decode_map
 from stateroom.daemon import broker as broker_module
 from stateroom.daemon import catalog as catalog_module
 from stateroom.daemon import desk, peers, supervisor
@@ -79,6 +80,9 @@ class World:
         self.clients: list[Client | Rude] = []
         self.processes: list[Process] = []
         self.common: dict[str, list[str]] = defaultdict(list)  # sessions that all clients of an owner use
+        self.trunks: dict[
+            str, list[int] | None
+        ] = {}  # published ones and what they hold, where that is known
         self.told: set[str] = set()  # sessions whose ids were sent to somebody
         self.outcomes: set[str] = set()
         self.received: dict[int, set[int]] = defaultdict(set)  # what reached the daemon, by connection
@@ -162,9 +166,13 @@ class World:
             caretaker = Client(self, self._numbers, owner, "crowd", 1.0, 0)
             self.clients.append(caretaker)
             caretaker.rest()
-            for session in self.broker.catalog.owned(owner):
-                caretaker.ask(p.Close(session=session.id), common=True)
-                await self._until(self._is_quiet, "a close was never answered")
+            for session in self.broker.catalog:
+                if session.owner == owner:
+                    request: p.Request = p.Close(session=session.id)
+                    if session.published_as is not None:
+                        request = p.Unpublish(name=session.published_as)
+                    caretaker.ask(request, common=True)
+                    await self._until(self._is_quiet, "a close was never answered")
         self.invariants.empty()
         await self._stop()
 
@@ -267,17 +275,17 @@ class World:
         def sent(peer: Any, frames: list[bytes], final: bool) -> bool:
             done = send(peer, frames, final)
             if final and not peer.gone:
-                reply = decode_map(frames[-1])
+                reply = msgpack.unpackb(frames[-1])
                 if "caps" in reply:
                     self.told.add(reply["session"])
                 elif "copied_bytes" in reply:
-                    self.told.update(reply["sessions"])
+                    self.told.update(reply.get("sessions", []))
             return done
 
         def received(routing_id: bytes, descriptor: int, frames: list[bytes]) -> None:
             self.trace.update(b"%a > %r %r\n" % (self.loop.time(), routing_id, frames))
             with contextlib.suppress(Exception):
-                self.received[descriptor].add(decode_map(frames[-1])["id"])
+                self.received[descriptor].add(msgpack.unpackb(frames[-1])["id"])
             dropped = broker.metrics.counters()["requests_dropped"]
             receive(routing_id, descriptor, frames)
             if broker.metrics.counters()["requests_dropped"] > dropped:
@@ -290,7 +298,7 @@ class World:
     def _sent(self, line: Line, frame: bytes) -> None:
         """Every frame to a client, as the daemon's socket takes it: in order, and nothing after the last."""
         self.trace.update(b"%a < %r %r\n" % (self.loop.time(), line.routing_id, frame))
-        reply = decode_map(frame)
+        reply = msgpack.unpackb(frame)
         if line.routing_id.startswith(b"rude") or reply["id"] is None:
             return
         key = (line.routing_id, reply["id"])
