@@ -52,7 +52,7 @@ class Places:
         self._rows_of_background = 0
         self._slices_since_background = 0
         self._booked: dict[tuple[bool, str], int] = {}  # steps of slices under way
-        self._row_ms = 0.0
+        self._row_ms = 1.0
 
     # ------------------------------------------------------------ coming and going
 

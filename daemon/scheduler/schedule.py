@@ -51,7 +51,7 @@ class Schedule:
         self._run: tuple[int, ...] | None = ()  # None: to be made anew
         self._quanta_since_background = 0
         self._turns_since_oldest = [0, 0]
-        self._row_ms = 0.0
+        self._row_ms = 1.0  # of a step, for each row; any number until one was measured
         self.spent_ms = Spent()
 
     # ------------------------------------------------------------ jobs

@@ -240,6 +240,53 @@ def test_equal_streams_take_turns_without_debts() -> None:
     assert max(seen.values()) - min(seen.values()) <= 2 * SLICE_STEPS
 
 
+def test_places_are_dealt_out_evenly_from_the_start() -> None:
+    """What slices under way will cost counts: not all places go to whoever is a little behind."""
+    device = Device(Schedule(4))
+    for key in range(1, 17):
+        device.add(key, "a" if key <= 8 else "b")
+    for _ in range(4 * SLICE_STEPS):
+        plan = device.turn().plan
+        assert sum(device.jobs[key].owner == "a" for key in plan.run) == 2
+
+
+@pytest.mark.parametrize(("rows_max", "others"), [(1, 3), (3, 5), (2, 1)])
+def test_an_owners_prefills_do_not_starve_its_streams(rows_max: int, others: int) -> None:
+    """Its share is next to nothing, and prefills alone take more; its stream has its slices none the less."""
+    pace = Pace(gap_ms=GAP_MS)
+    device = Device(Schedule(rows_max, pace=pace, weights={"b": 100.0}), Costs(step=2.0, row=0.1))
+    keys = itertools.count(1)
+    refill = keep_filling(device, {"a": (3, 5_000)}, keys)
+    for _ in range(rows_max + others):
+        device.add(next(keys), "b")
+    device.add(1_000_000, "a")
+    bound = SLICE_STEPS * (OLDEST_EVERY**2 * math.ceil((rows_max + others + 1) / max(rows_max - 1, 1)) + 2)
+    waited = 0
+    for _ in range(2 * bound):
+        refill()
+        waited = 0 if 1_000_000 in device.turn().plan.run else waited + 1
+        assert waited <= bound
+
+
+def test_short_streams_do_not_keep_others_from_free_places() -> None:
+    """They come and end within a slice, of an owner that has always had less."""
+    device = Device(Schedule(1, weights={"b": 100.0}))
+    keys = itertools.count(1)
+    refill = keep_filling(device, {"a": (1, 5_000)}, keys)
+    device.add(1_000_000, "a")
+    for _ in range(3):
+        device.add(next(keys), "b")
+    ran = 0
+    for turn in range(1_000):
+        refill()
+        run = device.turn().plan.run
+        ran += 1_000_000 in run
+        if turn % 10 == 9 and 1_000_000 not in run:
+            device.end(run[0])
+            device.add(next(keys), "b")
+    assert ran > 3 * SLICE_STEPS
+
+
 # ---------------------------------------------------------------- classes
 
 
@@ -339,13 +386,15 @@ def test_rows_that_cannot_be_trimmed_share_level_passes_only() -> None:
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    """Nor for all of its owner's long ones in turn."""
     device = taught(Device(Schedule(8)))
-    device.add(1, "app", 100_000)
+    for key in range(1, 6):
+        device.add(key, "app", 100_000)
     device.turn()
-    device.add(2, "app", 20)
+    device.add(9, "app", 20)
     device.turn()
     device.turn()
-    assert 2 in device.done
+    assert 9 in device.done
 
 
 def test_what_was_not_fed_is_planned_again() -> None:
