@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 
 QUANTUM_MIN = 16  # tokens; below this a pass costs nearly the same
-FLOOR_MAX = 128  # tokens; what a pass costs by itself asks for no more than this beside streams
+FLOOR_MAX = 128  # tokens; passes of more are efficient anywhere
 QUANTUM_MAX = 512  # tokens; more gains nothing and delays cancellation
 ALONE_EVERY = 8  # quanta beside streams; then a turn without one shows what a step costs
 SMOOTHING = 0.3  # weight of the newest measurement
@@ -63,11 +63,13 @@ class Pace:
         gap_ms: how long running interactive streams may wait for one quantum; None: `gap_steps` decode steps.
         gap_steps: the same in decode steps, for devices too slow for a fixed budget.
         idle_ms: how long a quantum may take when none of those run; bounds how late a cancel is seen.
+        floor_max: tokens; the most that what a pass costs by itself asks for, beside such streams.
     """
 
     gap_ms: float | None = None
     gap_steps: float = 3.0
     idle_ms: float = 900.0
+    floor_max: int = FLOOR_MAX
     step_ms: float | None = None  # of all rows that run
     cost: PassCost = field(default_factory=PassCost)
     since_alone: int = ALONE_EVERY
@@ -114,8 +116,10 @@ class Pace:
         fitting = (budget_ms - self.cost.of_pass) / per_token
         # Whole multiples of the least: a matrix product of 48 rows is no dearer than one of 41.
         whole = int(min(max(fitting, 0.0), QUANTUM_MAX)) // QUANTUM_MIN * QUANTUM_MIN
+        if not hurried:
+            return max(whole, QUANTUM_MIN)
         floor = self.cost.of_pass / per_token
         if len(self.cost.sizes) == 1:  # a second one is tried, else this stays for good
             floor = 2 * max(at for at, _ in self.cost.sizes.values())
-        floor = math.ceil(min(floor, FLOOR_MAX) / QUANTUM_MIN) * QUANTUM_MIN
+        floor = math.ceil(min(floor, self.floor_max) / QUANTUM_MIN) * QUANTUM_MIN
         return max(whole, floor, QUANTUM_MIN)

@@ -189,7 +189,7 @@ def test_nothing_left_to_process_is_no_dead_end(bench: Bench) -> None:
 
 def test_prefill_and_streams_do_not_starve_each_other(loaded: object) -> None:
     """B19: while a long prefill runs, every turn has a token for the stream and a quantum for the prefill."""
-    bench = Bench(loaded, pace=Pace(gap_ms=1e-9, idle_ms=1e-9))  # type: ignore[arg-type]
+    bench = Bench(loaded, pace=Pace(gap_ms=1e-9, idle_ms=1e-9, floor_max=QUANTUM_MIN))  # type: ignore[arg-type]
     streaming = bench.open(PROMPT)
     long, short = bench.open(), bench.open()
     decode = bench.start(p.Decode(session=streaming, max_tokens=60, ignore_eos=True))
