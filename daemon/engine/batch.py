@@ -126,8 +126,9 @@ class Batch:
             held.setdefault(id(part), []).append(number)
         present = [tuple(numbers) for numbers in held.values()]
         wanted = packing.partition(rows, present, self.costs) if self.cache.apart else packing.by_kind(rows)
+        standing = list(self.members)  # by the numbers in `wanted`; each packing changes the order
         for part_wanted in set(wanted) - set(present):
-            together = [self.members[number] for number in part_wanted]
+            together = [standing[number] for number in part_wanted]
             columns = max(rows[number].columns for number in part_wanted) * len(part_wanted)
             if self.has_room(int(columns * places[part_wanted[0]][0].bytes_per_token)):
                 order = self.cache.pack([self.members.index(stream) for stream in together])

@@ -116,6 +116,28 @@ def test_forks_come_together_over_their_trunk_and_others_stand_apart(loaded: Loa
         bench.check_law(session)
 
 
+def test_two_trunks_at_once_each_with_their_own_rows(loaded: LoadedModel) -> None:
+    """Packing the rows of one changes the order in which the others stand."""
+    bench = Bench(loaded)
+    families = []
+    for prompt in ([3] * 150, [4] * 150):
+        parent = bench.open(prompt)
+        forks = bench.call(p.Fork(session=parent, n=1))
+        assert isinstance(forks, p.ForkResult)
+        families.append([parent, *forks.sessions])
+    (one, its), (other, others) = families
+    rids = started(bench, [one, other, its, others], 20)
+    bench.engine.step()
+    (batch,) = bench.engine.decoding.batches
+    together: dict[int, set[str]] = {}
+    for stream, (part, _) in zip(batch.members, batch.cache.places(), strict=True):
+        together.setdefault(id(part), set()).add(stream.session.id)
+    assert sorted(map(sorted, together.values())) == sorted(map(sorted, families))
+    ended(bench, rids)
+    for session in (one, other, its, others):
+        bench.check_law(session)
+
+
 def test_rows_of_like_length_are_packed_where_that_is_faster(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
