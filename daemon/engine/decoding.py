@@ -63,10 +63,13 @@ class Decoding:
 
     def _each(self, act: Callable[[Batch], None]) -> None:
         for batch in list(self.batches):
-            try:
-                act(batch)
-            except Exception as error:
-                self._batch_failed(batch, error)
+            self._attempt(act, batch)
+
+    def _attempt(self, act: Callable[[Batch], None], batch: Batch) -> None:
+        try:
+            act(batch)
+        except Exception as error:
+            self._batch_failed(batch, error)
 
     def drop_empty(self) -> None:
         self.batches = [batch for batch in self.batches if batch.members]
@@ -80,8 +83,9 @@ class Decoding:
         """Rows leave and join as planned."""
         self.launched = []
         for rid in plan.park:
-            stream = self._engine.requests[rid]
-            assert isinstance(stream, Stream)
+            stream = self._engine.requests.get(rid)
+            if not isinstance(stream, Stream):
+                continue  # it ended in the round that was read for one before it
             self._take_out(stream)
             if rid in self._engine.requests:
                 self.parked[rid] = stream
@@ -115,13 +119,11 @@ class Decoding:
                 continue
             if stream.has_ended():
                 continue  # while its row was out to be quantised
-            if stream.session.cache is not None:
-                stream.session.settle()
-            cache = stream.session.cache
-            if cache is None:
-                cache = stream.session.cache = stream.session.served.empty()
-            if not cache.tokens_left_dense:
-                cache.quantise()
+            try:
+                cache = self._ready(stream.session)
+            except Exception as error:
+                self._stream_failed(stream, error)
+                continue
             batch = next((b for b in self.batches if self._has_place(b, groups, cache)), None)
             if batch is None:
                 lookahead = cache.speculative  # its rows can be trimmed by a step
@@ -130,9 +132,9 @@ class Decoding:
                 self.batches.append(batch)
             groups.setdefault(id(batch), (batch, []))[1].append(stream)
         for batch, streams in groups.values():
+            if batch.in_round:  # its rows can't move until it is known what stays of them
+                self._attempt(self._land, batch)
             try:
-                if batch.in_round:  # its rows can't move until it is known what stays of them
-                    self._land(batch)
                 batch.join(streams)
             except Exception as error:
                 if any(stream in batch.members for stream in streams):
@@ -140,6 +142,17 @@ class Decoding:
                 else:  # merging failed before anything moved; those who decode go on
                     for stream in streams:
                         self._stream_failed(stream, error)
+
+    @staticmethod
+    def _ready(session: Session) -> SessionCache:
+        """The session's row, as it joins a batch."""
+        if session.cache is not None:
+            session.settle()
+        if session.cache is None:
+            session.cache = session.served.empty()
+        if not session.cache.tokens_left_dense:
+            session.cache.quantise()
+        return session.cache
 
     def _has_place(
         self, batch: Batch, groups: dict[int, tuple[Batch, list[Stream]]], cache: SessionCache

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import pytest
 from tests.engine.harness import PROMPT, Bench, greedy
+from tests.engine.speculating import LOOKUP, always
 from tests.tiny import make_tiny_model
 
 from stateroom.caches.session import SessionCache
 from stateroom.client import protocol as p
 from stateroom.daemon.engine.batch import Batch
+from stateroom.daemon.engine.flight import Flight, Landed
+from stateroom.daemon.engine.model import LoadedModel
 from stateroom.daemon.engine.sampling import Drawn
+from stateroom.daemon.engine.speculation.guesser import Guesser
+from stateroom.daemon.engine.speculation.lookup import Draft, Lookup
+from stateroom.daemon.engine.stream import Stream
+from stateroom.daemon.scheduler.places import SLICE_STEPS
 
 
 def test_a_session_of_nan_fails_alone_and_heals(bench: Bench) -> None:
@@ -134,6 +143,91 @@ def test_a_merge_that_fails_leaves_those_who_decode_alone(monkeypatch: pytest.Mo
     assert body.tokens == greedy(bench, PROMPT, 8)
     for session in (first, second):
         bench.check_law(session)
+
+
+def in_a_round(bench: Bench, *counts: int) -> tuple[list[str], list[int]]:
+    """Streams of so many tokens, the second of which ends with the round that is in flight."""
+    always(bench)
+    sessions = [bench.open([9 + i] * 12) for i in range(len(counts))]
+    rids = []
+    for session, count in zip(sessions, counts, strict=True):
+        bench.session(session).guesser = Guesser(lookup=Sevens())
+        decode = p.Decode(session=session, max_tokens=count, ignore_eos=True, speculate=LOOKUP)
+        rids.append(bench.start(decode))
+    for _ in range(20):
+        bench.engine.step()
+        stream = bench.engine.requests[rids[1]]
+        assert isinstance(stream, Stream)
+        if bench.engine.decoding.batches[0].in_round and len(stream.drawn) == counts[1] - 1:
+            return sessions, rids
+    raise AssertionError("no round was its last")
+
+
+class Sevens(Lookup):
+    """Always guesses one token."""
+
+    def draft(self, tokens: Sequence[int], most: int) -> Draft:
+        return Draft([7][:most], 3)
+
+
+def test_a_round_that_ends_a_stream_while_its_row_is_to_be_parked(loaded: LoadedModel) -> None:
+    """It is read for the row that is parked before; the stream that ended in it is parked no more."""
+    bench = Bench(loaded, rows_max=2)
+    sessions, rids = in_a_round(bench, 60, 4, 60, 60)
+    for row in bench.engine.schedule.places.running.values():
+        row.steps = SLICE_STEPS
+    bench.finish(*rids)
+    assert all(isinstance(bench.final(rid), p.DecodeResult) for rid in rids)
+    for session in sessions:
+        bench.check_law(session)
+
+
+def test_a_round_that_can_not_be_read_for_who_joins_fails_alone(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own streams end by name, none goes on behind guesses that nobody took back; who joins is served."""
+    bench = Bench(loaded)
+    sessions, rids = in_a_round(bench, 60, 4)
+    late = bench.open([5] * 12)
+    while not bench.engine.decoding.batches[0].in_round:
+        bench.engine.step()
+    rids.append(bench.start(p.Decode(session=late, max_tokens=9, ignore_eos=True)))
+    read = Flight.read
+
+    def fail_once(flight: Flight) -> list[Landed]:
+        monkeypatch.setattr(Flight, "read", read)
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(Flight, "read", fail_once)
+    bench.finish(*rids)
+    failed, served = bench.final(rids[0]), bench.final(rids[-1])
+    assert isinstance(failed, p.ErrorBody)
+    assert isinstance(served, p.DecodeResult)
+    assert served.tokens == greedy(bench, [5] * 12, 9)
+    for session in (*sessions, late):
+        bench.check_law(session)
+
+
+def test_a_row_that_can_not_be_made_ready_fails_alone(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as for want of memory when it is quantised."""
+    bench = Bench(make_tiny_model("llama", width=256))
+    late = bench.open([5] * 12, kv=p.KV(scheme="affine8", quantise_after=11))
+    other = bench.open([6] * 12)
+
+    def fail(cache: SessionCache) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(SessionCache, "quantise", fail)
+    rids = [bench.start(p.Decode(session=s, max_tokens=5, ignore_eos=True)) for s in (late, other)]
+    bench.finish(*rids)
+    monkeypatch.undo()
+    failed, served = bench.final(rids[0]), bench.final(rids[1])
+    assert isinstance(failed, p.ErrorBody)
+    assert isinstance(served, p.DecodeResult)
+    assert served.tokens == greedy(bench, [6] * 12, 5)
+    bench.check_law(late)
 
 
 def test_a_failure_in_a_quantum_ends_that_prefill_by_name(
