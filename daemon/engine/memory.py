@@ -2,7 +2,8 @@
 
 Sums are kept, not made: what a session takes is counted again when its KV changed (`Session.moved`), while a
 request has it, and once after; who is parked costs nothing. `conservation.py` compares them with a count of
-everything.
+everything. Parts stand in the books by number: a trunk that a session takes back is written in place only as
+long as nobody else refers to its planes.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Holding:
 
 
 NOTHING = Holding()
+Counted = tuple[int, tuple[int, ...]]  # what a `Holding` is in the books: bytes, numbers of parts
 
 
 class Memory:
@@ -68,10 +70,11 @@ class Memory:
         self._engine = engine
         self.budget_bytes = budget_bytes
         self._dropped = dropped
-        self._counted: dict[Session, Holding] = {}  # sessions that hold something, as it was last counted
+        self._counted: dict[Session, Counted] = {}  # sessions that hold something, as it was last counted
         self._own = 0  # the sum of what they have for themselves
-        self._holders: Counter[Part] = Counter()  # how many of them hold each part
-        self._parts = 0  # bytes of those parts
+        self._holders: Counter[int] = Counter()  # how many of them hold each part
+        self._sizes: dict[int, int] = {}  # bytes of each of those parts
+        self._parts = 0  # their sum
         self._stale: set[Session] = set()  # to be counted anew
         self._busy: set[Session] = set()  # that had a request at the last count
 
@@ -86,7 +89,7 @@ class Memory:
         """KV on the device: rows of sessions and batches, each part once, whoever shares it; and drafts."""
         self._count()
         batched = [batch.cache for batch in self._engine.decoding.batches if batch.cache is not None]
-        trunks = {trunk for cache in batched for trunk in cache.trunks if trunk not in self._holders}
+        trunks = {trunk for cache in batched for trunk in cache.trunks if trunk.number not in self._sizes}
         rows = sum(cache.nbytes_capacity for cache in batched)
         drafts = self._engine.decoding.guessers.nbytes
         return self._own + self._parts + rows + sum(trunk.nbytes for trunk in trunks) + drafts
@@ -99,24 +102,26 @@ class Memory:
         self._stale, self._busy = set(), busy
 
     def _recount(self, session: Session, now: Holding) -> None:
-        before = self._counted.get(session, NOTHING)
-        if now == before:
+        before, after = self._counted.get(session, (0, ())), (now.own, tuple(p.number for p in now.parts))
+        if after == before:
             return
-        self._own += now.own - before.own
+        self._own += now.own - before[0]
         for part in now.parts:
-            self._parts += 0 if self._holders[part] else part.nbytes
-            self._holders[part] += 1
-        for part in before.parts:
-            self._holders[part] -= 1
-            if not self._holders[part]:
-                del self._holders[part]
-                self._parts -= part.nbytes
+            if part.number not in self._sizes:
+                self._sizes[part.number] = part.nbytes
+                self._parts += part.nbytes
+            self._holders[part.number] += 1
+        for number in before[1]:
+            self._holders[number] -= 1
+            if not self._holders[number]:
+                del self._holders[number]
+                self._parts -= self._sizes.pop(number)
         if now == NOTHING:
             self._counted.pop(session, None)
         else:
-            self._counted[session] = now
+            self._counted[session] = after
 
-    def counted(self) -> tuple[dict[Session, Holding], int, int]:
+    def counted(self) -> tuple[dict[Session, Counted], int, int]:
         """Every session's share in the sums, and the sums: own bytes, and those of parts."""
         self._count()
         return self._counted, self._own, self._parts

@@ -97,6 +97,22 @@ def test_a_parent_that_goes_first_leaves_its_tokens_to_its_children(loaded: Load
         bench.check_law(each)
 
 
+def test_a_trunk_is_taken_back_without_a_copy(loaded: LoadedModel) -> None:
+    """Not even by the first step: whoever counts bytes refers to no planes."""
+    bench = Bench(loaded)
+    session = bench.open(tokens_of(3900))
+    (child,) = forked(bench, session, 1).sessions
+    bench.call(p.Close(session=session))
+    decoded(bench, [bench.open(tokens_of(5))], 3)  # what a first step makes once is made
+    at, held = mx.get_active_memory(), bench.session(child).kv_bytes
+    mx.reset_peak_memory()
+    decoded(bench, [child], 8)
+    assert mx.get_peak_memory() - at < bench.engine.kv_bytes / 2
+    assert held == 0 < bench.session(child).kv_bytes
+    assert bench.session(child).cache.trunks == set()  # type: ignore[union-attr]
+    bench.check_law(child)
+
+
 def test_a_budget_of_one_session_is_enough_for_its_forks(loaded: LoadedModel) -> None:
     probe = Bench(loaded)
     probe.open(tokens_of(LONG))
