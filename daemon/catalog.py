@@ -253,6 +253,7 @@ class Catalog:
         if not 0 <= change.keep <= len(session.tokens):
             raise AssertionError(f"a journal keeps {change.keep} of {len(session.tokens)} tokens")
         del session.tokens[change.keep :]
+        session.trunk_length = min(session.trunk_length, change.keep)  # what follows is no trunk's
         session.tokens.extend(change.tokens)
         session.own_bytes, session.live_bytes = change.private_bytes, change.live_bytes
         if change.parts is not None:

@@ -118,7 +118,7 @@ class Conservation:
         wanted = {
             (realm, session): min(session.stored, limit)
             for session in engine.sessions.values()
-            for realm, limit in session.realms.items()
+            for realm, limit in session.realms()
             if session.stored
         }
         known = {(realm, session): length for realm, session, length in engine.sharing.prefixes.places()}

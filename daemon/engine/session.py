@@ -10,7 +10,7 @@ wherever every layer can be trimmed, and from there the rest is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 from stateroom.caches.checkpoints import Trail
@@ -22,7 +22,7 @@ from stateroom.daemon.engine.speculation.lookup import GRAM_MAX
 from stateroom.daemon.link import ChatTurn
 
 REPLACED_MAX = 4_096  # tokens that the last cut dropped, kept to guess from
-
+NO_LIMIT = 2**62  # of tokens that a session may share with its owner's others
 
 CHECKPOINT_EVERY = 256  # tokens between two checkpoints of a long prompt or answer, and at every prompt's end
 
@@ -45,8 +45,9 @@ class Session:
     origin: Source = "session"  # "fork" until the first operation after a fork
     trunk: str | None = None  # the published trunk that it is, or stems from: the first so many of its tokens
     trunk_length: int = 0
-    # With whom it may share: in each realm the sessions that have tokens in common, up to so many of them.
-    realms: dict[Hashable, int] = field(default_factory=dict)
+    # With whom it may share: all of its tokens, and the trunk's.
+    realm: Hashable = None
+    trunk_realm: Hashable = None
     moved: Callable[[Session], None] | None = None  # told when KV is of other tokens than before
     chat: list[ChatTurn] = field(default_factory=list)  # what was given as messages, oldest first
     chat_told: list[ChatTurn] = field(default_factory=list)  # as the broker last heard
@@ -68,6 +69,13 @@ class Session:
         if self.moved is not None:
             self.moved(self)
 
+    def realms(self) -> Iterator[tuple[Hashable, int]]:
+        """Where others may learn of its tokens: the realm, and of how many."""
+        if self.realm is not None:
+            yield self.realm, NO_LIMIT
+        if self.trunk is not None:
+            yield self.trunk_realm, self.trunk_length
+
     @property
     def missing(self) -> int:
         """Tokens to compute before the pending one can be fed."""
@@ -82,6 +90,8 @@ class Session:
         """Tokens beyond `length` go; the next version of a text is much like the one before."""
         if length >= len(self.tokens):
             return
+        # What follows is its owner's own, though the trunk was longer.
+        self.trunk_length = min(self.trunk_length, length)
         if self.guesser is not None:
             self.guesser.cut(self.tokens, length)
         self.replaced = self.tokens[max(length - GRAM_MAX, 0) : length + REPLACED_MAX]

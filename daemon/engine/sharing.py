@@ -22,7 +22,7 @@ from stateroom.caches.session import SessionCache
 from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.kv import Served
 from stateroom.daemon.engine.prefixes import Prefixes
-from stateroom.daemon.engine.session import Session, common_prefix, reachable
+from stateroom.daemon.engine.session import NO_LIMIT, Session, common_prefix, reachable
 from stateroom.daemon.link import Journals
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ LENDERS_TRIED = (
 )
 LEADERS_TRIED = 64  # fills under way that a new one is compared with
 RELEASED_PER_TURN = 32  # waiting fills that begin in one turn, so that streams don't wait for all of them
-NO_LIMIT = 2**62
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,10 +58,10 @@ class Sharing:
     def enter(self, session: Session) -> None:
         """A session that is new to the engine."""
         scheme = session.served.blueprint.scheme
-        session.realms = {("owner", session.owner, scheme): NO_LIMIT}
+        session.realm = ("owner", session.owner, scheme)
         if session.trunk is not None:
-            # All who have forked it may know these tokens, whoever computes them first.
-            session.realms["trunk", session.trunk, scheme] = session.trunk_length
+            # All who have forked it may know its tokens, whoever computes them first.
+            session.trunk_realm = ("trunk", session.trunk, scheme)
         session.moved = self._moved
         self._engine.sessions[session.id] = session
         self._moved(session)
@@ -75,7 +74,7 @@ class Sharing:
 
     def _moved(self, session: Session) -> None:
         self._engine.memory.changed(session)
-        for realm, limit in session.realms.items():
+        for realm, limit in session.realms():
             self.prefixes.move(realm, session, session.tokens, min(session.stored, limit))
 
     # ------------------------------------------------------------ fills begin
@@ -142,7 +141,7 @@ class Sharing:
         best: _Waiting | None = None
         most = max(fill.change.kv_keep, lent) + SHARE_MIN - 1
         for leader in islice(self._under_way(fill), LEADERS_TRIED):
-            limit = min(fill.change.length, leader.change.length, _limit(fill.session, leader.session)) - 1
+            limit = min(fill.change.length, leader.change.length, _limit(fill, leader)) - 1
             if limit > most:
                 until = min(common_prefix(leader.tokens, fill.tokens), limit)
                 if until > most and not (leader.applied and leader.session.stored >= until):
@@ -164,7 +163,7 @@ class Sharing:
         tokens, session = fill.tokens, fill.session
         best: Session | None = None
         most = fill.change.kv_keep + SHARE_MIN - 1
-        for realm, limit in session.realms.items():
+        for realm, limit in session.realms():
             length = min(len(tokens) - 1, limit)
             if length <= most:
                 continue
@@ -213,9 +212,10 @@ def _shares(served: Served) -> bool:
     return served.caps.fork == "shared"
 
 
-def _limit(one: Session, other: Session) -> int:
-    """How many tokens the two may share."""
-    limits = (
-        min(one.realms[realm], other.realms[realm]) for realm in one.realms.keys() & other.realms.keys()
-    )
-    return max(limits, default=0)
+def _limit(one: Fill, other: Fill) -> int:
+    """How many tokens the two may share: as `Session.realms` will be when their changes are carried out."""
+    if one.session.realm == other.session.realm:
+        return NO_LIMIT
+    if one.session.trunk is None or one.session.trunk_realm != other.session.trunk_realm:
+        return 0
+    return min(one.session.trunk_length, other.session.trunk_length, one.change.keep, other.change.keep)

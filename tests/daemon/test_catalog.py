@@ -104,6 +104,19 @@ def test_the_journal_keeps_a_prefix_and_appends() -> None:
     assert (catalog.split(session), session.resident) == ((0, 0), False)
 
 
+def test_what_a_session_writes_over_a_trunk_is_not_of_the_trunk() -> None:
+    catalog = Catalog(ManualClock())
+    session = add(catalog)
+    session.trunk, session.trunk_length = "trunk", 3
+    for keep, tokens, left in ((0, [1, 2, 3], 0), (3, [4], 0)):
+        catalog.journal(session, Journal(session.id, keep, tokens))
+        assert session.trunk_length == left
+    session.trunk_length = 3
+    for keep, tokens, left in ((4, [5], 3), (2, [8, 9], 2), (4, [], 2)):
+        catalog.journal(session, Journal(session.id, keep, tokens))
+        assert session.trunk_length == left
+
+
 def test_what_is_shared_follows_all_who_have_it() -> None:
     """A part is private to the last who has it, whoever it was that went; each is counted once."""
     catalog = Catalog(ManualClock())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 from tests.engine.harness import Bench
@@ -87,6 +89,26 @@ def test_forks_of_a_lost_trunk_are_computed_once_for_all_owners() -> None:
     assert isinstance(body, p.LengthResult)
     assert (body.receipt.reused, body.receipt.source) == (LONG, "shared")
     bench.check_law(late)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_replaces_a_trunks_tokens_is_its_owners_own(loaded: LoadedModel, waits: bool) -> None:
+    """Another who forked it and writes the same learns nothing: neither from KV nor from who computes it."""
+    bench = Bench(loaded)
+    trunk = published(bench, bench.open(tokens_of(LONG))).trunk
+    one, two = *forked(bench, trunk, "a"), *forked(bench, trunk, "b")
+    own = p.Sync(session=one, tokens=[*tokens_of(100), *tokens_of(400, 5)])
+    rids = [bench.start(own, one, "a")]
+    if not waits:
+        bench.finish(*rids)
+    rids.append(bench.start(replace(own, session=two), two, "b"))
+    body = bench.finish(*rids)
+    assert isinstance(body, p.LengthResult)
+    assert (body.receipt.reused, body.receipt.prefilled) == (100, 400)
+    child = bench.call(p.Fork(session=one, n=1)).sessions[0]  # type: ignore[union-attr]
+    assert bench.session(child).trunk_length == 100
+    for session in (one, two, child):
+        bench.check_law(session)
 
 
 def test_who_forks_a_trunk_shares_nothing_else_with_its_publisher(loaded: LoadedModel) -> None:
