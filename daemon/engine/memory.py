@@ -208,7 +208,7 @@ class Memory:
         busy = {request.session for request in self._engine.requests.values()} | theirs
         sessions = list(self._engine.sessions.values())
         gone = [session for session in sessions if len(session.trail) and session not in busy]
-        holders = Counter(mark for session in sessions for mark in session.trail)
+        holders = {mark: len(mark.trails) for session in gone for mark in session.trail}  # loans, too
         freed = 0
         for last, session in enumerate(gone, 1):
             for mark in session.trail:
@@ -237,6 +237,8 @@ class Memory:
         session, most = fill.session, max(fill.change.length, fill.most)
         cache, row = self.place(session) if loan is None else (loan.cache, 0)
         growth = self._growth_of(session.served, cache, row, most, QUANTUM_MAX)
+        if loan is not None and cache is not None:
+            growth += cache.nbytes_capacity  # in the books once it is the session's
         self.admit_bytes(max(growth - hoped_bytes(session.served, hoped), 0), {session})
 
     def _growth(self, served: Served, session: Session | None, length: int, at_once: int) -> int:

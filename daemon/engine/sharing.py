@@ -85,6 +85,8 @@ class Sharing:
         Raises `Capacity` when it doesn't fit the budget, and nothing has changed.
         """
         memory, found = self._engine.memory, self._lender(fill)
+        if found is not None and not self._affords(found[0]):
+            found = None
         ahead = self._ahead(fill, found[1] if found else 0)
         if ahead is not None:
             memory.admit_fill(fill, hoped=ahead.until)
@@ -180,6 +182,14 @@ class Sharing:
         if cache is None or any(store.in_round for store in cache.stores):
             return 0
         return reachable(cache, row, lender.trail, length)
+
+    def _affords(self, lender: Session) -> bool:
+        """There is room for what lending copies: too many trunks of the lender's are made into one first."""
+        cache, _ = self._engine.memory.place(lender)
+        assert cache is not None
+        if cache.rows > 1 or not _shares(lender.served):
+            return True  # the borrower's copy alone, which is admitted
+        return self._engine.memory.has_room(cache.branch_bytes(self._engine.shared_min))
 
     def _copies(self, lender: Session) -> bool:
         """It can't lend without a copy."""

@@ -9,6 +9,7 @@ import pytest
 from tests.engine.harness import Bench, greedy
 from tests.tiny import make_tiny_model
 
+from stateroom.caches.stored_rows import CHAIN_MAX
 from stateroom.client import protocol as p
 from stateroom.daemon.engine.model import LoadedModel
 from stateroom.daemon.engine.sharing import SHARE_MIN
@@ -383,3 +384,38 @@ def test_whatever_is_shared_the_law_holds(architecture: str, seed: int) -> None:
     assert all(bench.final(rid) is not None for rid, _ in begun)
     for session in bench.engine.sessions:
         bench.check_law(session)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2"])
+def test_what_is_copied_of_a_lender_is_held_to_the_budget(architecture: str) -> None:
+    """A short run of tokens, windows and states: whatever room there is, no more is taken."""
+    model = make_tiny_model(architecture, context=2048)
+    for extra in range(4_000, 72_000, 12_000):
+        bench = Bench(model)
+        opened(bench, tokens_of(40))
+        bench.engine.memory.budget_bytes = bench.engine.kv_bytes + extra
+        rid = bench.start(p.Open(tokens=[*tokens_of(39), *[1] * 5]))
+        bench.finish(rid)
+        assert bench.engine.kv_bytes <= bench.engine.memory.budget_bytes
+
+
+def test_too_many_trunks_are_brought_together_only_where_there_is_room(loaded: LoadedModel) -> None:
+    """Else the beginning is computed again, or refused, and the lender is as it was."""
+    bench = Bench(loaded)
+    lender, _ = opened(bench, tokens_of(300))
+    for n in range(CHAIN_MAX):
+        bench.call(p.Fork(session=lender, n=1))
+        bench.call(p.Prefill(session=lender, tokens=tokens_of(100, n)))
+    held = bench.engine.kv_bytes
+    for room, source in ((held // 10, None), (2 * held, "shared")):
+        bench.engine.memory.budget_bytes = held + room
+        body = bench.finish(bench.start(p.Open(tokens=[*bench.session(lender).tokens, 1])))
+        if source is None:
+            assert isinstance(body, p.ErrorBody)
+            assert bench.engine.kv_bytes == held
+        else:
+            assert isinstance(body, p.OpenResult)
+            assert body.receipt is not None
+            assert body.receipt.source == source
+        assert bench.engine.kv_bytes <= held + room
+    bench.check_law(lender)
