@@ -228,10 +228,12 @@ class Commands:
         if request.speculate is not None and request.speculate.model is not None:
             drafter = self.engine.drafter(request.speculate.model)
         most = min(session.length + request.max_tokens, self.loaded.context)
-        if not session.missing:
-            self.engine.memory.admit(session.served, (session, most), at_once=STEP)
+        beside = 0
         if drafter is not None:
-            self.engine.memory.admit_bytes(drafter.projected_bytes(most), {session})
+            drafts = session.guesser.drafts if session.guesser is not None else None
+            beside = max(drafter.projected_bytes(most) - (drafts.nbytes if drafts is not None else 0), 0)
+        if not session.missing:
+            self.engine.memory.admit(session.served, (session, most), at_once=STEP, beside=beside)
         received = self.engine.clock_ms()
 
         def begin(started_ms: float, computed: int) -> None:
@@ -266,7 +268,8 @@ class Commands:
         else:
             # The content is as it was; only KV that was dropped is computed again.
             change = plan(session, session.length, [])
-            self.engine.sharing.begin(Fill(command.rid, session, change, then, received, most=most))
+            fill = Fill(command.rid, session, change, then, received, most=most, beside=beside)
+            self.engine.sharing.begin(fill)
 
     def _fork(self, command: Command, request: p.Fork) -> None:
         session = self._idle_session(command)

@@ -33,6 +33,7 @@ class Fill:
     progress: bool = False
     chat: bool = False  # its tokens are of chat messages appended to others
     most: int = 0  # tokens the session may come to by the decode that follows
+    beside: int = 0  # bytes that the decode which follows needs besides: of the model that drafts for it
     opens: bool = False  # its session is new, and goes again if it fails
     shared: int = 0  # tokens whose KV came from another session
     hoped: int = 0  # while it waits for another fill: tokens that it will share with that one

@@ -170,15 +170,23 @@ class Memory:
 
     # ------------------------------------------------------------ what is admitted
 
-    def admit(self, served: Served, *growths: tuple[Session | None, int], at_once: int = QUANTUM_MAX) -> None:
+    def admit(
+        self,
+        served: Served,
+        *growths: tuple[Session | None, int],
+        at_once: int = QUANTUM_MAX,
+        beside: int = 0,
+    ) -> None:
         """Refuses what would pass the budget: each session, all of one scheme, grows to that length.
+
+        `beside`: bytes that are needed besides.
 
         Raises `Capacity`, and nothing has changed.
         """
         if self.budget_bytes is not None:
             growth = (self._growth(served, session, length, at_once) for session, length in growths)
             # Whose plans may count on their checkpoints.
-            self.admit_bytes(sum(growth), {session for session, _ in growths})
+            self.admit_bytes(sum(growth) + beside, {session for session, _ in growths})
 
     def admit_bytes(self, needed: int, theirs: set[Session | None] | None = None) -> None:
         """The same for so many bytes. `theirs`: sessions that must keep what they have."""
@@ -239,7 +247,8 @@ class Memory:
         growth = self._growth_of(session.served, cache, row, most, QUANTUM_MAX)
         if loan is not None and cache is not None:
             growth += cache.nbytes_capacity  # in the books once it is the session's
-        self.admit_bytes(max(growth - hoped_bytes(session.served, hoped), 0), {session})
+        growth = max(growth - hoped_bytes(session.served, hoped), 0)
+        self.admit_bytes(growth + fill.beside, {session})
 
     def _growth(self, served: Served, session: Session | None, length: int, at_once: int) -> int:
         """Bytes that a session (None: a new one) has still to take to hold so many tokens."""
@@ -265,7 +274,7 @@ class Memory:
             if isinstance(request, Fill):
                 most = max(request.change.length, request.most)
                 growth = self._growth(served, session, most, QUANTUM_MAX)
-                promised += max(growth - hoped_bytes(served, request.hoped), 0)
+                promised += max(growth - hoped_bytes(served, request.hoped), 0) + request.beside
             elif isinstance(request, Score):
                 copied = session.length + len(request.continuation)
                 promised += self._growth(served, None, copied, QUANTUM_MAX)

@@ -11,10 +11,12 @@ from tests.tiny import make_tiny_model
 
 from stateroom.client import protocol as p
 from stateroom.client.errors import Unsupported
+from stateroom.daemon.engine.memory import STEP
 from stateroom.daemon.engine.model import LoadedModel
 from stateroom.daemon.engine.problem import ModelError
 from stateroom.daemon.engine.speculation.drafter import FEED_MAX, Drafter
 from stateroom.daemon.engine.text import Tokenizer
+from stateroom.daemon.scheduler.pace import QUANTUM_MAX
 
 ROUNDS = 200  # tokens are drawn for at least so many
 BY_MODEL = p.Speculate(kind="model", model="small", max_draft=3)
@@ -170,3 +172,30 @@ class TestRefused:
 
         body = self.asked(Bench(make_tiny_model("llama"), load_drafter=load))
         assert (body.code, body.field) == ("unsupported", "speculate.model")
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_both_models_are_admitted_together(small: LoadedModel, lost: bool) -> None:
+    """Room for either isn't room for both; and what a session's drafts hold already isn't asked for again."""
+    bench = drafted_by(make_tiny_model("llama", context=2048), small)
+    session = "lost" if lost else bench.open([3] * 200)
+    if lost:
+        bench.adopt(session, [3] * 200)
+    ask = p.Decode(session=session, max_tokens=800, ignore_eos=True, speculate=BY_MODEL)
+    memory, held = bench.engine.memory, bench.session(session)
+    drafts = bench.engine.drafter("small").projected_bytes(1000)
+    if lost:
+        own = held.served.projected_bytes(1000, QUANTUM_MAX)
+    else:
+        own = held.served.projected_bytes(1000, STEP) - bench.engine.kv_bytes
+    memory.budget_bytes = bench.engine.kv_bytes + own + drafts - 1
+    refused = bench.call(ask)
+    assert isinstance(refused, p.ErrorBody)
+    assert refused.details["needed_bytes"] == own + drafts
+    memory.budget_bytes += 1
+    rid = bench.start(ask)
+    while bench.final(rid) is None:
+        bench.engine.step()
+        assert bench.engine.kv_bytes <= memory.budget_bytes
+    assert isinstance(bench.final(rid), p.DecodeResult)
+    assert isinstance(bench.call(replace(ask, max_tokens=1)), p.DecodeResult)
