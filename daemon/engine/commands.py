@@ -192,6 +192,7 @@ class Commands:
         self.engine.finish_fill(fill)
 
     def _adopt(self, command: Adopt) -> None:
+        inputs.check_tokens(command.tokens, self.loaded.vocab)
         session = self.engine.sessions.get(command.session)
         if session is None:
             served = self.engine.schemes.of(command.kv)
@@ -199,7 +200,6 @@ class Commands:
             session.trunk, session.trunk_length = command.trunk, command.trunk_length
             self.engine.sharing.enter(session)
         session.background = command.background
-        inputs.check_tokens(command.tokens, self.loaded.vocab)
         apply(session, Change(0, 0, command.tokens, None))
         session.chat = session.chat_told = list(command.chat)
         self.engine.unchanged(command.rid, session)

@@ -239,3 +239,10 @@ def test_schemes_are_remembered_by_what_they_store() -> None:
         bench.call(p.Close(session=session))
         bench.call(p.Open(tokens=[10**6], kv=p.KV(scheme="affine8", quantise_after=1000 + after)))
     assert len(bench.engine.schemes._served_by) == 2
+
+
+def test_a_session_whose_tokens_are_none_of_the_models_is_not_adopted(bench: Bench) -> None:
+    body = bench.adopt("x", [10**6])
+    assert isinstance(body, p.ErrorBody)
+    assert body.field == "tokens"
+    assert not bench.engine.sessions
