@@ -325,7 +325,7 @@ class Commands:
             child.quantised_told = session.quantised_told
             children.append(child)
         for child in children:
-            self.engine.sharing.enter(child)
+            self.engine.sharing.enter(child, session)
         self.engine.memory.changed(session)
         return children
 

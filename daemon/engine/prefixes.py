@@ -96,6 +96,18 @@ class Prefixes(Generic[Member]):
             self._put(realm, member, above, tokens, length)
         self._prune(realm, node)
 
+    def stand_beside(self, realm: Hashable, member: Member, other: Member, length: int) -> bool:
+        """A new member has the first `length` tokens of another: in one step, whatever their number.
+
+        False, and nothing happens, unless the other is there with just so many.
+        """
+        place = self._places.get((realm, other))
+        if place is None or place.length != length or (realm, member) in self._places:
+            return False
+        place.node.members[member] = None
+        self._places[realm, member] = place
+        return True
+
     def _put(
         self, realm: Hashable, member: Member, node: _Node[Member], tokens: Sequence[int], length: int
     ) -> None:

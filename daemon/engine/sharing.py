@@ -55,8 +55,8 @@ class Sharing:
 
     # ------------------------------------------------------------ who may share
 
-    def enter(self, session: Session) -> None:
-        """A session that is new to the engine."""
+    def enter(self, session: Session, parent: Session | None = None) -> None:
+        """A session that is new to the engine. `parent`: whose tokens it has."""
         scheme = session.served.blueprint.scheme
         session.realm = ("owner", session.owner, scheme)
         if session.trunk is not None:
@@ -64,6 +64,9 @@ class Sharing:
             session.trunk_realm = ("trunk", session.trunk, scheme)
         session.moved = self._moved
         self._engine.sessions[session.id] = session
+        if parent is not None:
+            for realm, limit in session.realms():
+                self.prefixes.stand_beside(realm, session, parent, min(session.stored, limit))
         self._moved(session)
 
     def leave(self, session: Session) -> None:

@@ -128,3 +128,23 @@ def test_a_lookup_is_as_short_among_thousands_as_among_two(monkeypatch: pytest.M
     query = [*system, 5000, 1, 2]
     assert next(index.matches("realm", query, len(query)))[0] == len(system)
     assert looked <= 4
+
+
+def test_a_twin_stands_beside_its_like_in_one_step() -> None:
+    """A fork's tokens are known already; where its parent stands with another number, nothing happens."""
+    index: Prefixes[str] = Prefixes()
+    tokens = list(range(100))
+    index.move("realm", "parent", tokens, 70)
+    blocks = index.blocks
+    assert not index.stand_beside("realm", "child", "parent", 71)
+    assert not index.stand_beside("other", "child", "parent", 70)
+    assert not index.stand_beside("realm", "child", "stranger", 70)
+    assert len(index) == 1
+    assert index.stand_beside("realm", "child", "parent", 70)
+    assert not index.stand_beside("realm", "child", "parent", 70)
+    assert sorted(index.places()) == [("realm", "child", 70), ("realm", "parent", 70)]
+    index.move("realm", "parent", tokens, 0)
+    assert list(index.matches("realm", tokens, 100)) == [(70, "child")]
+    assert index.blocks == blocks
+    index.move("realm", "child", tokens, 0)
+    assert index.blocks == 0
