@@ -487,7 +487,8 @@ class StoredRows(Unfinished[Forward, tuple[int, ...]]):
 
     def row_bytes(self, row: int) -> int:
         """What the tokens of one row take, those in trunks too."""
-        return self.bytes_per_token * self.layout.held[row] + self.shared_bytes(row)
+        shared = sum(view.length for view in self.chains[row])
+        return self.bytes_per_token * (self.layout.held[row] + shared)
 
     def shared_bytes(self, row: int) -> int:
         """What of them lies in trunks."""
