@@ -179,6 +179,8 @@ class Filling:
             work.end()
         except Exception as error:
             self._refuse_work(work, error)
+        else:
+            self._engine.sharing.restock(work.session)
 
     def _forget(self, work: Work) -> None:
         self.works.pop(work.rid, None)

@@ -99,11 +99,11 @@ class Sharing:
             return
         loan = None
         if found is not None and not self._copies(found[0]):
-            loan = self._loan(fill, *found)  # takes nothing, so that less has to be admitted
+            loan = self._loan(fill.tokens, *found)  # takes nothing, so that less has to be admitted
         if fill.computes or fill.change.tokens:
             memory.admit_fill(fill, loan)
         if found is not None:
-            fill.borrow(loan or self._loan(fill, *found))
+            fill.borrow(loan or self._loan(fill.tokens, *found))
         if found is not None and fill.done:
             self._end(fill)
         else:
@@ -115,6 +115,23 @@ class Sharing:
             fill.end()
         except Exception as error:
             self._engine.fail(fill.rid, error, self._engine.journal(fill.session, 0))
+        else:
+            self.restock(fill.session)
+
+    def restock(self, session: Session) -> None:
+        """A published trunk that lost its KV with a worker takes what a fork of it has: that one may go."""
+        trunk = self._engine.sessions.get(session.trunk or "")
+        if trunk is None or trunk is session or not trunk.missing:
+            return
+        length = self._reach(session, min(trunk.length - 1, session.trunk_length, session.stored))
+        if length < trunk.stored + SHARE_MIN or not self._affords(session):
+            return
+        if self._copies(session) and not self._engine.memory.has_room(session.kv_bytes):
+            return
+        loan = self._loan(trunk.tokens, session, length)
+        trunk.cache, trunk.trail = loan.cache, loan.trail
+        trunk.stored = loan.stored
+        self._engine.emit(Journals([self._engine.journal(trunk, trunk.length)]))
 
     def turn(self) -> None:
         """Once a turn of the loop: waiting fills begin when what they wait for is there, or won't be."""
@@ -199,9 +216,9 @@ class Sharing:
         cache, _ = self._engine.memory.place(lender)
         return cache is None or cache.rows > 1 or not _shares(lender.served)
 
-    def _loan(self, fill: Fill, lender: Session, length: int) -> Session:
-        """KV of the fill's first tokens, in a session that nobody knows."""
-        if lender.tokens[:length] != fill.tokens[:length]:
+    def _loan(self, tokens: list[int], lender: Session, length: int) -> Session:
+        """KV of the first `length` of these tokens, in a session that nobody knows."""
+        if lender.tokens[:length] != tokens[:length]:
             raise AssertionError("the index of prefixes names a session of other tokens")
         cache, row = self._engine.memory.place(lender)
         assert cache is not None

@@ -83,12 +83,33 @@ def test_forks_of_a_lost_trunk_are_computed_once_for_all_owners() -> None:
         computed.append((body.receipt.reused, body.receipt.source, bench.engine.filling.tokens - before))
         bench.check_law(child)
     assert computed == [(0, "none", LONG + 199), (LONG, "shared", 199)]
-    # The trunk itself takes part, and so does who comes later.
+    # The trunk itself has them again, and so does who comes later.
     (late,) = forked(bench, "t", "c")
     body = bench.call(p.Prefill(session=late, tokens=[1]))
     assert isinstance(body, p.LengthResult)
-    assert (body.receipt.reused, body.receipt.source) == (LONG, "shared")
+    assert (body.receipt.reused, body.receipt.source) == (LONG, "fork")
     bench.check_law(late)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2", "mamba"])
+def test_a_lost_trunk_has_its_kv_again_once_a_fork_has_computed_it(architecture: str) -> None:
+    """Though that fork is closed before the next is made; and the broker is told of both."""
+    bench = Bench(make_tiny_model(architecture, context=2048))
+    bench.adopt("t", tokens_of(LONG), owner="publisher", trunk="t", trunk_length=LONG)
+    computed = []
+    for owner in ("a", "b"):
+        (child,) = forked(bench, "t", owner)
+        before = bench.engine.filling.tokens
+        bench.decode(child, 3, ignore_eos=True)
+        computed.append(bench.engine.filling.tokens - before)
+        bench.check_law(child)
+        bench.call(p.Close(session=child))
+    assert computed == [LONG - 1, 0]
+    private_bytes, parts = bench.told["t"]
+    assert private_bytes + sum(part.bytes for part in parts) == bench.engine.kv_bytes > 0
+    bench.check_law("t")
+    bench.finish(bench.start(p.Unpublish(name="shared"), "t"))
+    assert bench.engine.kv_bytes == 0
 
 
 @pytest.mark.parametrize("waits", [False, True])
