@@ -166,7 +166,7 @@ class Stream:
             right = max(len(tokens) - 1, 0)
             self.drafted += len(draft.tokens)
             self.accepted += min(right, len(taken))
-            self.guesser.learn(draft, right, len(taken))
+            self.guesser.learn(draft, right, taken, self.session.length - len(taken))
             if self.guesser.drafts is not None:
                 self.guesser.drafts.cut(self.session.length - 1)
         told = None

@@ -5,28 +5,31 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stateroom.daemon.engine.speculation.lookup import GRAM_MAX, GRAM_MIN, Lookup
+from stateroom.daemon.engine.speculation.lookup import GRAM_MAX, GRAM_MIN, MATCH_MAX, Lookup
 
 few = st.integers(0, 3)  # so that runs recur
 
 
 def searched(parts: list[list[int]], tokens: list[int], most: int) -> tuple[int, list[int]]:
-    """The longest run of last tokens that stands in some part before something; the latest such place."""
+    """The longest run of up to 5 last tokens that stands in some part before something; the latest place.
+
+    Gives how many tokens match there, up to 16, and what follows; behind the last part's end, that again.
+    """
     for gram in range(min(GRAM_MAX, len(tokens)), GRAM_MIN - 1, -1):
         for part in reversed(parts):
             for at in range(len(part) - 1, gram - 1, -1):
-                if part[at - gram : at] == tokens[-gram:]:
-                    found = part[at : at + most]
-                    if part is parts[-1]:
-                        while len(found) < most:
-                            found = (found + part[at:])[:most] if len(found) % len(part[at:]) == 0 else found
-                    return gram, found
+                if part[at - gram : at] != tokens[-gram:]:
+                    continue
+                reach = range(gram, (min(MATCH_MAX, at, len(tokens)) if gram == GRAM_MAX else gram) + 1)
+                matched = max(n for n in reach if part[at - n : at] == tokens[-n:])
+                follows = part[at:] * (most if part is parts[-1] else 1)
+                return matched, follows[:most]
     return 0, []
 
 
 def found(lookup: Lookup, tokens: list[int], most: int) -> tuple[int, list[int]]:
     draft = lookup.draft(tokens, most)
-    return draft.gram, draft.tokens
+    return draft.matched, draft.tokens
 
 
 @given(pieces=st.lists(st.lists(few, max_size=12), max_size=6), most=st.integers(1, 9))
@@ -72,11 +75,11 @@ def test_the_log_is_bounded(tokens: list[int], log_max: int) -> None:
         assert lookup.held <= log_max
         assert lookup.entries <= (GRAM_MAX - GRAM_MIN + 1) * log_max
         if draft.tokens:  # it did stand so
-            run = tokens[length - draft.gram : length]
-            places = [at for at in range(draft.gram, length) if tokens[at - draft.gram : at] == run]
+            run = tokens[length - draft.matched : length]
+            places = [at for at in range(draft.matched, length) if tokens[at - draft.matched : at] == run]
             assert draft.tokens[0] in {tokens[at] for at in places}
         near = searched([tokens[max(length - log_max // 2 + 1, 0) : length]], tokens[:length], 3)
-        assert draft.gram >= near[0]
+        assert draft.matched >= near[0]
 
 
 def test_a_long_session_is_taken_over_in_pieces() -> None:

@@ -14,14 +14,21 @@ GUESSES_DEFAULT = 16  # guesses of one round, where the request doesn't say
 WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 65)  # few, so that each is measured soon
 GAIN_MIN = 1.1  # times as fast as plain decoding, or it isn't worth giving up looking ahead
 SLOWER_MOST = 2.5  # times as long as a plain pass, while some row has nothing to guess
-TOKEN_COST = 0.08  # of a plain pass, for each token more of a row: until widths were measured
+TOKEN_COST = 0.05  # of a plain pass, for each token more of a row: until widths were measured
 SMOOTHING = 0.3  # weight of the newest measurement
 STALE_PASSES = 300  # what was measured so many passes ago counts no more
 OUTLIER = 2.0  # times what was expected: more is taken for that, since other work may have been in between
-FIRST_CHANCE = {2: 0.35, 3: 0.55, 4: 0.7, 5: 0.8}  # by how many tokens matched; of a drafting model
-CHANCE_OTHERWISE = 0.7
+FIRST_CHANCES = {
+    0: 0.7,
+    2: 0.35,
+    3: 0.55,
+    4: 0.7,
+    5: 0.8,
+    8: 0.9,
+    16: 0.97,
+}  # by tokens matched; 0: a model's
 PRIOR_GUESSES = 2.0  # what those count as
-MEMORY_GUESSES = 32.0  # that a chance is learnt from, the latest
+MEMORY_GUESSES = 16.0  # that a chance is learnt from, the latest
 RETRY_AFTER = 64  # tokens after which what lost is tried again; twice as many each time that it loses
 RETRY_MOST = 1_024
 
@@ -68,15 +75,13 @@ class Chance:
 
 
 class Chances:
-    """Of one kind of guess each: by how many tokens matched (0: a model guessed)."""
+    """Of one kind of guess each: by how many tokens matched at least (0: a model guessed)."""
 
     def __init__(self) -> None:
-        self._by_gram: dict[int, Chance] = {}
+        self._of = {least: Chance(first) for least, first in FIRST_CHANCES.items()}
 
-    def of(self, gram: int) -> Chance:
-        if gram not in self._by_gram:
-            self._by_gram[gram] = Chance(FIRST_CHANCE.get(gram, CHANCE_OTHERWISE))
-        return self._by_gram[gram]
+    def of(self, matched: int) -> Chance:
+        return self._of[max(least for least in self._of if least <= matched)]
 
 
 @dataclass(slots=True)
@@ -111,10 +116,12 @@ class Costs:
             return 1.0 + TOKEN_COST * rows * (width - 1)
         below = max((point for point in known if point[0] <= width), default=known[0])
         above = min((point for point in known if point[0] >= width), default=None)
-        if above is None:  # on along the line from a plain pass
+        if above is None:  # on along the line from a plain pass; first tokens are the dearest
             plain = known[0][1]
-            slope = (below[1] - plain) / (below[0] - 1) if below[0] > 1 else TOKEN_COST * rows * plain
-            return below[1] + max(slope, 0.0) * (width - below[0])
+            slope = TOKEN_COST * rows * plain
+            if below[0] > 1:
+                slope = min(slope, max((below[1] - plain) / (below[0] - 1), 0.0))
+            return below[1] + slope * (width - below[0])
         if above[0] == below[0]:
             return below[1]
         return below[1] + (above[1] - below[1]) * (width - below[0]) / (above[0] - below[0])

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from stateroom.daemon.engine.speculation.depth import Chances, Prospect
-from stateroom.daemon.engine.speculation.lookup import NOTHING, Draft, Lookup
+from stateroom.daemon.engine.speculation.lookup import Draft, Lookup
 
 if TYPE_CHECKING:
     from stateroom.daemon.engine.session import Session
     from stateroom.daemon.engine.speculation.drafter import Drafts
 
+BY_MODEL = 0  # what a model's guesses have for the tokens that matched
 GUESSERS_MAX = 64  # sessions of one engine that have one; with logs as long as may be, 400 MB
 
 
@@ -25,11 +26,13 @@ class Guesser:
     chances: Chances = field(default_factory=Chances)
     drafts: Drafts | None = None  # of the model that drafts for it
     drawn: int = 0
+    _foreseen: tuple[int, Draft] | None = None  # what was looked up last, behind so many tokens
 
     def guess(self, tokens: Sequence[int], most: int) -> Draft:
-        """Up to `most` guesses at what follows the session's tokens, unless such guesses rest."""
+        """Up to `most` guesses at what follows the session's tokens."""
         draft = self.lookup.draft(tokens, most)
-        return NOTHING if draft.tokens and self.chances.of(draft.gram).rests(self.drawn) else draft
+        self._foreseen = (len(tokens), draft) if draft.tokens else None
+        return draft
 
     def cut(self, tokens: Sequence[int], length: int) -> None:
         """The session, which holds `tokens`, goes back to `length` of them."""
@@ -38,20 +41,27 @@ class Guesser:
         if self.drafts is not None:
             self.drafts.cut(max(length - 1, 0))
 
-    def prospect(self, gram: int, guesses: int) -> Prospect:
+    def prospect(self, matched: int, guesses: int) -> Prospect:
         """Of so many guesses of one kind; none while they rest."""
-        chance = self.chances.of(gram)
+        chance = self.chances.of(matched)
         return Prospect(guesses, chance.value) if guesses > 0 and not chance.rests(self.drawn) else Prospect()
 
-    def lost(self, gram: int) -> None:
-        """Such guesses wouldn't pay even if all rows had them."""
-        self.chances.of(gram).lost(self.drawn)
+    def model_lost(self) -> None:
+        """A model's guesses wouldn't pay even if all rows had them."""
+        self.chances.of(BY_MODEL).lost(self.drawn)
 
-    def learn(self, draft: Draft, right: int, drawn: int) -> None:
-        """Of a draft the first `right` guesses were right; `drawn` tokens came of it."""
+    def learn(self, draft: Draft, right: int, taken: Sequence[int], before: int) -> None:
+        """What was drawn behind `before` tokens of the session, and how many guesses of a round were right.
+
+        What was looked up and not verified tells as well whether it would have been right.
+        """
         if draft.tokens:
-            self.chances.of(draft.gram).learn(len(draft.tokens), right)
-        self.drawn += drawn
+            self.chances.of(draft.matched).learn(len(draft.tokens), right)
+        elif taken and self._foreseen is not None and self._foreseen[0] == before:
+            looked_up = self._foreseen[1]
+            self.chances.of(looked_up.matched).learn(1, int(looked_up.tokens[0] == taken[0]))
+        self._foreseen = None
+        self.drawn += len(taken)
 
 
 class Guessers:

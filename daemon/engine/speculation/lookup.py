@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-GRAM_MAX = 5  # tokens that are matched, at the most; more than that hardly ever decides
+GRAM_MAX = 5  # tokens by which a place is found, at the most; more than that hardly ever decides
+MATCH_MAX = 16  # tokens for which it is then seen whether they match too
 GRAM_MIN = 2  # fewer match anywhere
 LOG_MAX = 16_384  # tokens of one log; with entries about 400 bytes each
 FOLLOW_MAX = 2_048  # tokens taken over at once, in 2 ms or so; a long session takes some steps
@@ -26,10 +27,10 @@ Grams = dict[tuple[int, ...], int]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Guesses at what comes next. `gram`: how many tokens matched; 0 when there are none."""
+    """Guesses at what comes next. `matched`: how many tokens stood before them, up to 16; 0: unknown."""
 
     tokens: list[int]
-    gram: int = 0
+    matched: int = 0
 
 
 NOTHING = Draft([])
@@ -96,8 +97,18 @@ class Lookup:
             run = last[-gram:]
             at = self._newer.get(run) or self._older.get(run)
             if at is not None:
-                return Draft(self._following(at - self._first, most, complete), gram)
+                at -= self._first
+                return Draft(self._following(at, most, complete), self._matched(at, tokens, gram))
         return NOTHING
+
+    def _matched(self, at: int, tokens: Sequence[int], matched: int) -> int:
+        """How many of the last tokens stand before a place of the log, which has `matched` of them."""
+        if matched < GRAM_MAX:
+            return matched
+        most = min(MATCH_MAX, at, len(tokens))
+        while matched < most and self._log[at - matched - 1] == tokens[-matched - 1]:
+            matched += 1
+        return matched
 
     def _following(self, at: int, most: int, complete: bool) -> list[int]:
         found = self._log[at : at + most]

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from stateroom.daemon.engine.speculation.depth import Costs, Prospect, best_width
+from stateroom.daemon.engine.speculation.guesser import BY_MODEL
 from stateroom.daemon.engine.speculation.lookup import NOTHING, Draft
 from stateroom.daemon.engine.stream import Stream
-
-BY_MODEL = 0  # what a model's guesses have in place of the length of a match
 
 
 @dataclass(slots=True)
@@ -40,12 +39,12 @@ class Rounds:
         width, drafts = self._choose(streams, widest)
         if width == 1:
             return []
-        drafts = [Draft(draft.tokens[: width - 1], draft.gram) for draft in drafts]
+        drafts = [Draft(draft.tokens[: width - 1], draft.matched) for draft in drafts]
         _let_models_guess(streams, drafts, width - 1)
         return drafts if any(draft.tokens for draft in drafts) else []
 
     def _choose(self, streams: Sequence[Stream], widest: int) -> tuple[int, list[Draft]]:
-        """The width of the next pass, and what was looked up. Guesses that would lose go to rest."""
+        """The width of the next pass, and what was looked up. A model that would lose goes to rest."""
         drafts, prospects = [NOTHING] * len(streams), [Prospect()] * len(streams)
         for at, stream in enumerate(streams):
             if stream.guesser is None:
@@ -54,16 +53,17 @@ class Rounds:
                 prospects[at] = stream.guesser.prospect(BY_MODEL, stream.room(widest - 1))
             else:
                 drafts[at] = stream.guesser.guess(stream.session.tokens, stream.room(widest - 1))
-                prospects[at] = stream.guesser.prospect(drafts[at].gram, len(drafts[at].tokens))
+                prospects[at] = stream.guesser.prospect(drafts[at].matched, len(drafts[at].tokens))
         if not any(prospect.guesses for prospect in prospects):
             return 1, drafts
         costs = self.drafting if any(stream.drafter is not None for stream in streams) else self.costs
         width = best_width(prospects, costs, widest)
         if width == 1:
-            for stream, draft, prospect in zip(streams, drafts, prospects, strict=True):
-                alike = [prospect] * len(streams)
-                if stream.guesser is not None and prospect.guesses and best_width(alike, costs, widest) == 1:
-                    stream.guesser.lost(draft.gram)
+            for stream, prospect in zip(streams, prospects, strict=True):
+                if stream.guesser is None or stream.drafter is None or not prospect.guesses:
+                    continue
+                if best_width([prospect] * len(streams), costs, widest) == 1:
+                    stream.guesser.model_lost()
         return width, drafts
 
 
