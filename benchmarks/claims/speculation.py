@@ -38,18 +38,15 @@ def run(rig: Rig) -> list[Measurement]:
     plain: list[float] = []
     looked_up: list[float] = []
     parts: list[Tokens] = []
-    with ExitStack() as opened:
-        sessions = [opened.enter_context(sides.room.open(text=text)) for text in prompts()]
-        before = [session.tokens().tokens for session in sessions]
-        for _ in range(rig.rounds(ROUNDS)):
-            results, speed = _draw(sessions, tokens, LOOKUP)
-            ours = [result.tokens for result in results]
-            looked_up.append(speed)
-            others, speed = _draw(sessions, tokens, None)
-            theirs = [result.tokens for result in others]
-            plain.append(speed)
-            parts.append(compare(ours, theirs, partial(_gap, sides, before, ours, theirs)))
-            parts.append(_accepted(results))
+    for _ in range(rig.rounds(ROUNDS)):
+        results, speed, before = _draw(sides, tokens, LOOKUP)
+        ours = [result.tokens for result in results]
+        looked_up.append(speed)
+        others, speed, _ = _draw(sides, tokens, None)
+        theirs = [result.tokens for result in others]
+        plain.append(speed)
+        parts.append(compare(ours, theirs, partial(_gap, sides, before, ours, theirs)))
+        parts.append(_accepted(results))
     return [
         Measurement(
             claim=f"{PROMPTS} code edits, {AT_ONCE} at once, speculating by lookup, {sides.model.name}",
@@ -90,20 +87,25 @@ def _renamed(code: str, name: str) -> str:
     return f"# Before:\n\n{code}\n\n\n# After `{name}` was renamed to `new_{name}`:\n\n{begun}\n"
 
 
-def _draw(sessions: list[Session], tokens: int, speculate: Speculate | None) -> tuple[list[list[int]], float]:
-    """What each draws, and tokens per second of all; the sessions are then as they were."""
+def _draw(
+    sides: Sides, tokens: int, speculate: Speculate | None
+) -> tuple[list[DecodeResult], float, list[list[int]]]:
+    """What each draws, tokens per second of all, and what each held before.
+
+    The sessions are new: one that drew before would look up its own answer.
+    """
 
     def draw(session: Session) -> DecodeResult:
         return session.decode(tokens, ignore_eos=True, speculate=speculate).wait()
 
-    lengths = [session.length for session in sessions]
-    begin = time.perf_counter()
-    with ThreadPoolExecutor(AT_ONCE) as clients:
-        drawn = list(clients.map(draw, sessions))
-    seconds = time.perf_counter() - begin
-    for session, length in zip(sessions, lengths, strict=True):
-        session.trim(to=length)
-    return drawn, sum(len(result.tokens) for result in drawn) / seconds
+    with ExitStack() as opened:
+        sessions = [opened.enter_context(sides.room.open(text=text)) for text in prompts()]
+        before = [session.tokens().tokens for session in sessions]
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(AT_ONCE) as clients:
+            drawn = list(clients.map(draw, sessions))
+        seconds = time.perf_counter() - begin
+    return drawn, sum(len(result.tokens) for result in drawn) / seconds, before
 
 
 def _accepted(results: list[DecodeResult]) -> Tokens:
