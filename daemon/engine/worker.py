@@ -151,6 +151,7 @@ def make_engine(
     rows_max: int = BATCH_MAX,
 ) -> Engine:
     """An engine for this device. `gap_ms`: of running streams; None: what is usual on it."""
+    from stateroom.daemon.engine.cpu_streams import settle
     from stateroom.daemon.engine.engine import Engine
     from stateroom.daemon.engine.part_costs import measured
 
@@ -167,8 +168,7 @@ def make_engine(
         rows_max=rows_max,
         blas=blas,
     )
-    if blas is not None and not blas.pays(engine.trial_step()):
-        blas.many()
+    if not on_gpu and not settle(engine, report).switched:
         engine.blas = None  # then nothing is switched, and quanta share the device with steps
     if engine.schemes.groupable:
         try:
