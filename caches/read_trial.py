@@ -12,12 +12,10 @@ import mlx.core as mx
 from stateroom.caches import reads, shared_reads
 from stateroom.caches.read_costs import ALWAYS, NEVER, ReadCosts
 from stateroom.caches.rows import PackedRows
-from stateroom.kernels import streams
 
 HEADS, KV_HEADS, WIDTH = 8, 2, 64
 FEW, MANY = (2, 64), (8, 1_024)  # rows, tokens
 ROUNDS = 12
-SECOND_GAIN = 0.9  # of the time; a core is not for less
 
 
 @cache
@@ -29,29 +27,6 @@ def measured() -> ReadCosts:
         return ReadCosts.of(_lost_us(*FEW), _lost_us(rows, tokens), rows, tokens * KV_HEADS * WIDTH * 2 * 4)
     finally:
         shared_reads.use_costs(before)
-
-
-def second_pays(stream: mx.Stream) -> bool:
-    """Whether reads of rows, and of a trunk, take less when halves of them go to this stream."""
-    rows, tokens = MANY
-    packed = PackedRows.dense(1, rows)
-    _append(packed, tokens)
-    works = [_reading(packed, rows), _reading(_over_trunk(rows, tokens), rows)]
-    before = shared_reads.costs()
-    least = [[math.inf, math.inf] for _ in works]
-    try:
-        shared_reads.use_costs(NEVER)
-        for _ in range(ROUNDS):
-            for i, kept in enumerate((None, stream)):
-                with streams.using(kept):
-                    for took, read in zip(least, works, strict=True):
-                        began_s = time.perf_counter()  # as it passes: CPU time is that of both
-                        read()
-                        took[i] = min(took[i], time.perf_counter() - began_s)
-    finally:
-        shared_reads.use_costs(before)
-    one, two = (sum(took[i] for took in least) for i in range(2))
-    return two < SECOND_GAIN * one
 
 
 def _lost_us(rows: int, tokens: int) -> float:

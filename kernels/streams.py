@@ -13,7 +13,8 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-SCORES_LEAST = 1 << 14  # of a read; a smaller one is over before the other half has begun
+SCORES_LEAST = 1 << 16  # of a read; halves of a smaller one cost what they save
+PARTS_LEAST = 1 << 14  # of several reads that part by themselves
 TOKENS_MOST = 8  # a row; a prompt's products have the second core already
 
 Made = TypeVar("Made")
@@ -46,6 +47,11 @@ def using(stream: mx.Stream | None) -> Iterator[None]:
 def splits(scores: int, tokens: int) -> bool:
     """Whether a read of so many scores, of so many tokens a row, is worth two streams."""
     return _second is not None and scores >= SCORES_LEAST and tokens <= TOKENS_MOST
+
+
+def parts(scores: int, tokens: int) -> bool:
+    """The same of several reads, some of which can go to the second stream whole."""
+    return _second is not None and scores >= PARTS_LEAST and tokens <= TOKENS_MOST
 
 
 def side_by_side(one: Callable[[], Made], other: Callable[[], Made]) -> tuple[Made, Made]:

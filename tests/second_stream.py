@@ -28,6 +28,7 @@ def everywhere() -> Iterator[None]:
     """Inside, every product and every read that can be split is."""
     with pytest.MonkeyPatch.context() as patch, cpu_streams.forced(stream(), stream()):
         patch.setattr(streams, "SCORES_LEAST", 1)
+        patch.setattr(streams, "PARTS_LEAST", 1)
         for kind in (PieceLinear, PieceEmbedding):
             patch.setattr(kind, "share", Share.HALVES)
         yield

@@ -18,7 +18,7 @@ import mlx.core as mx
 from stateroom.caches.errors import NotShared
 from stateroom.caches.layers.attention_layer import AttentionLayer
 from stateroom.caches.masks import Mask
-from stateroom.kernels.streams import even_half, side_by_side, splits
+from stateroom.kernels import streams
 
 EVEN = 0.7  # of the longer half at least: parts that are less even are split by themselves
 
@@ -103,10 +103,12 @@ class GroupLayer:
             )
         ]
         scores = [k.shape[0] * queries.shape[1] * queries.shape[2] * k.shape[2] for k in self._keys.of]
-        first = even_half(scores, EVEN) if splits(sum(scores), queries.shape[2]) else None
+        first = streams.even_half(scores, EVEN) if streams.parts(sum(scores), queries.shape[2]) else None
         if first is None:  # those that are large enough are split by themselves
             return mx.concatenate([read() for read in reads])
         rest = [at for at in range(len(reads)) if at not in first]
-        made = side_by_side(lambda: [reads[at]() for at in first], lambda: [reads[at]() for at in rest])
+        made = streams.side_by_side(
+            lambda: [reads[at]() for at in first], lambda: [reads[at]() for at in rest]
+        )
         by_part = dict(zip([*first, *rest], [*made[0], *made[1]], strict=True))
         return mx.concatenate([by_part[at] for at in range(len(reads))])

@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby, product
+from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 from mlx import nn
 
-from stateroom.caches.read_trial import second_pays
 from stateroom.caches.session import Model, SessionCache
 from stateroom.daemon.engine import cpu_linear
 from stateroom.daemon.engine.blas_threads import BlasThreads
@@ -36,12 +36,14 @@ if TYPE_CHECKING:
 
 WEIGHTS_LEAST = 1 << 18  # of a layer that is multiplied by halves: a megabyte, some 50 µs
 EVEN = 0.5  # of the longer half at least: what can be shared out whole
-TRIAL_S = 1.5
+PRODUCTS_S, READS_S = 1.2, 0.5  # of a trial, and a round at least
 ROUNDS_MOST = 8
 GAIN = 0.95  # of the time; less is not worth a core, nor running quanta by themselves
 
 BOTH = (False, True)
-ROWS, TOKENS = 4, 64  # of the larger step of a trial
+ROWS, TOKENS = 8, 1_024  # of the larger step of a trial
+
+READS_GAIN = 0.97  # only large reads are split: where it gains little it loses nothing
 
 Step = Callable[[], None]
 
@@ -110,7 +112,7 @@ def settle(engine: Engine, report: Callable[[BaseException], str]) -> Settled:
 
 
 def _step_of_rows(model: Model, sample: SessionCache) -> Step:
-    rows = SessionCache.merge_rows([blank(sample, TOKENS) for _ in range(ROWS)])
+    rows = SessionCache.merge_rows([blank(sample, TOKENS)] * ROWS)
     tokens = mx.zeros((ROWS, 1), dtype=mx.uint32)
     return lambda: mx.eval(rows.forward(model, tokens), rows.arrays())
 
@@ -121,50 +123,60 @@ def compare(
     blas: BlasThreads | None,
     *,
     cores: int | None = None,
-    reads_pay: Callable[[mx.Stream], bool] = second_pays,
     clock_s: Callable[[], float] = time.perf_counter,
 ) -> Settled:
-    """`settle` by these steps, whole and evaluated ones. `cores` that the process may use: None, as it is."""
+    """`settle` by these steps, whole and evaluated ones, the last of which reads most.
+
+    cores: that the process may use; None, as it is.
+    """
     use(None, None)
-    cores = _cores() if cores is None else cores
-    second = mx.new_stream(mx.default_device()) if cores > 1 else None
+    second = mx.new_stream(mx.default_device()) if (_cores() if cores is None else cores) > 1 else None
     if second is not None:
         share_out(model, steps[0])
-    took = _timed(steps, second, blas, clock_s)
-    one, two = (min(took[pair, many] for many in BOTH) for pair in BOTH)
+    kinds = [
+        (pair, many)
+        for pair in BOTH[: 1 if second is None else 2]
+        for many in BOTH[: 1 if blas is None else 2]
+    ]
+
+    def turn(pair: bool, many: bool) -> None:
+        use(second if pair else None, None)
+        if blas is not None:
+            (blas.many if many else blas.few)()
+
+    took = _least_s([partial(turn, *kind) for kind in kinds], steps, PRODUCTS_S, clock_s)
+    of = dict(zip(kinds, took, strict=True))
+    one, two = (min((s for kind, s in of.items() if kind[0] is pair), default=math.inf) for pair in BOTH)
     pair = two < GAIN * one
-    switched = blas is not None and took[pair, False] < GAIN * took[pair, True]
-    if blas is not None:
-        (blas.few if switched else blas.many)()
-    reads = second is not None and reads_pay(second)
-    use(second if pair else None, second if reads else None)
+    switched = blas is not None and of[pair, False] < GAIN * of[pair, True]
+    turn(pair, not switched)
+    products = second if pair else None
+    reads = False
+    if second is not None:
+        whole, split = _least_s(
+            [partial(use, products, None), partial(use, products, second)], steps[-1:], READS_S, clock_s
+        )
+        reads = split < READS_GAIN * whole
+    use(products, second if reads else None)
     return Settled(pair, reads, switched)
 
 
-def _timed(
-    steps: Sequence[Step], second: mx.Stream | None, blas: BlasThreads | None, clock_s: Callable[[], float]
-) -> dict[tuple[bool, bool], float]:
-    """Seconds of all steps, the least of each: by products on two streams or one, BLAS's threads many or few.
-
-    Infinite is what there isn't.
-    """
-    least = {kind: [math.inf] * len(steps) for kind in product(BOTH, BOTH)}
-    kinds = [
-        (pair, many) for pair, many in least if not (pair and second is None) and not (many and blas is None)
-    ]
-    end_s = clock_s() + TRIAL_S
-    for _ in range(ROUNDS_MOST if len(kinds) > 1 else 0):
-        for pair, many in kinds:
-            cpu_linear.use_second(second if pair else None)
-            if blas is not None:
-                (blas.many if many else blas.few)()
+def _least_s(
+    turns: Sequence[Callable[[], None]], steps: Sequence[Step], bound_s: float, clock_s: Callable[[], float]
+) -> list[float]:
+    """What all steps take after each of these turns: of every step the least of some rounds."""
+    least = [[math.inf] * len(steps) for _ in turns]
+    end_s = clock_s() + bound_s
+    for _ in range(ROUNDS_MOST if len(turns) > 1 else 0):
+        for own, turn in zip(least, turns, strict=True):
+            turn()
             for i, step in enumerate(steps):
                 began_s = clock_s()
                 step()
-                least[pair, many][i] = min(least[pair, many][i], clock_s() - began_s)
+                own[i] = min(own[i], clock_s() - began_s)
         if clock_s() > end_s:
             break
-    return {kind: sum(own) for kind, own in least.items()}
+    return [sum(own) for own in least]
 
 
 def _cores() -> int:

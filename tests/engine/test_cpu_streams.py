@@ -68,78 +68,64 @@ def test_products_are_those_of_the_oracle(
 
 
 class Clock:
-    """Seconds that steps take by where their products go and how many threads BLAS has."""
+    """Seconds that steps take by where products and reads go and how many threads BLAS has."""
 
-    def __init__(self, two: float, many: float) -> None:
+    def __init__(self, two: float, many: float, reads: float = 1.0) -> None:
         self.now = 0.0
-        self.two, self.many = two, many
-        self.threads = 0
-        self.steps = 0
+        self.two, self.many, self.reads = two, many, reads
+        self.threads = self.steps = 0
 
     def openblas_set_num_threads(self, threads: int) -> None:
         self.threads = threads
 
     def step(self) -> None:
         self.steps += 1
-        self.now += (
-            0.1 * (self.two if cpu_linear.second() else 1.0) * (self.many if self.threads > 1 else 1.0)
-        )
+        took = 0.1 * (self.two if cpu_linear.second() else 1.0) * (self.many if self.threads > 1 else 1.0)
+        self.now += took * (self.reads if streams.second() else 1.0)
+
+    def compared(self, blas: bool = True, cores: int = 2) -> Settled:
+        threads = BlasThreads(self, 2) if blas else None
+        steps = [self.step, self.step]
+        return compare(nn.Module(), steps, threads, cores=cores, clock_s=lambda: self.now)
 
 
+@pytest.mark.parametrize("reads", [0.8, 0.98, 1.2])
 @pytest.mark.parametrize(
-    ("two", "many", "found"),
+    ("two", "many", "products", "switched"),
     [
-        (0.8, 1.2, Settled(True, False, True)),
-        (0.8, 1.0, Settled(True, False, False)),
-        (1.1, 1.2, Settled(False, False, True)),
-        (1.1, 0.7, Settled(False, False, False)),
-        (0.97, 1.0, Settled(False, False, False)),  # within the noise
+        (0.8, 1.2, True, True),
+        (0.8, 1.0, True, False),
+        (1.1, 1.2, False, True),
+        (1.1, 0.7, False, False),
+        (0.97, 1.0, False, False),  # within the noise
     ],
 )
-def test_the_fastest_is_taken(two: float, many: float, found: Settled) -> None:
-    clock = Clock(two, many)
-    blas = BlasThreads(clock, 2)
-    settled = compare(
-        nn.Module(),
-        [clock.step, clock.step],
-        blas,
-        cores=2,
-        reads_pay=lambda _: False,
-        clock_s=lambda: clock.now,
-    )
-    assert settled == found
-    assert (cpu_linear.second() is not None) == found.products
-    assert streams.second() is None
-    assert clock.threads == (1 if found.switched else 2)
+def test_the_fastest_is_taken(two: float, many: float, products: bool, switched: bool, reads: float) -> None:
+    clock = Clock(two, many, reads)
+    assert clock.compared() == Settled(products, reads < 0.97, switched)
+    assert (cpu_linear.second() is not None) == products
+    assert (streams.second() is not None) == (reads < 0.97)
+    assert clock.threads == (1 if switched else 2)
 
 
-@pytest.mark.parametrize("pays", [True, False])
-def test_reads_are_settled_by_themselves(pays: bool) -> None:
-    clock = Clock(1.5, 1.0)
-    settled = compare(
-        nn.Module(), [clock.step], None, cores=2, reads_pay=lambda _: pays, clock_s=lambda: clock.now
-    )
-    assert settled == Settled(False, pays, False)
-    assert cpu_linear.second() is None
-    assert (streams.second() is not None) == pays
+@pytest.mark.parametrize("two", [0.8, 1.1])
+def test_without_threads_of_blas(two: float) -> None:
+    assert Clock(two, 1.0).compared(blas=False) == Settled(two < 1, False, False)
 
 
-def test_one_core_has_nothing_to_try() -> None:
-    clock = Clock(0.5, 1.0)
-    settled = compare(
-        nn.Module(), [clock.step], None, cores=1, reads_pay=lambda _: True, clock_s=lambda: clock.now
-    )
-    assert settled == Settled(False, False, False)
+@pytest.mark.parametrize("blas", [True, False])
+def test_one_core_has_no_second_stream(blas: bool) -> None:
+    clock = Clock(0.5, 1.5, 0.5)
+    assert clock.compared(blas, cores=1) == Settled(False, False, blas)
     assert cpu_linear.second() is streams.second() is None
-    assert clock.steps == 0
+    assert (clock.steps > 0) == blas
 
 
 def test_a_trial_is_bounded() -> None:
     clock = Clock(1.0, 1.0)
-    compare(
-        nn.Module(), [clock.step], BlasThreads(clock, 2), cores=2, reads_pay=bool, clock_s=lambda: clock.now
-    )
-    assert clock.now <= cpu_streams.TRIAL_S + 4 * 0.1 + 0.1
+    clock.compared()
+    round_s = 4 * 2 * 0.1
+    assert clock.now <= cpu_streams.PRODUCTS_S + cpu_streams.READS_S + 2 * round_s
 
 
 def test_a_real_trial_leaves_nothing_behind() -> None:
