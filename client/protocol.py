@@ -16,6 +16,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from stateroom.client.limits import (
     APP_MAX,
     BATCH_MAX,
+    CARRIED_BYTES_MAX,
+    CHUNK_BYTES_MAX,
     DRAFT_MAX,
     FORKS_MAX,
     LOGIT_BIAS_MAX,
@@ -45,6 +47,9 @@ ModelRef = Annotated[str, Size(1, 1024)]
 Tokens = Annotated[list[TokenId], Size(0, TOKENS_PER_REQUEST_MAX)]
 Text = Annotated[str, Size(0, TEXT_BYTES_MAX)]
 Count = Annotated[int, Range(0, TOKENS_PER_REQUEST_MAX)]
+Chunk = Annotated[bytes, Size(0, CHUNK_BYTES_MAX)]
+CarriedBytes = Annotated[int, Range(0, CARRIED_BYTES_MAX)]
+TtlS = Annotated[float, Range(above=0, most=TTL_S_MAX)]
 SessionClass = Literal["interactive", "background"]
 Scheme = Literal["dense", "affine8", "affine4", "turbo"]
 
@@ -150,7 +155,7 @@ class Open(InputRequest):
     name: Name | None = None
     kv: KV | None = None
     session_class: SessionClass = field(default="interactive", metadata={"wire": "class"})
-    ttl_s: Annotated[float, Range(above=0, most=TTL_S_MAX)] | None = None
+    ttl_s: TtlS | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +291,82 @@ class Score(SessionRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lease(SessionRequest):
+    """From now on the session is kept for `ttl_s` after its last use; None: until it is closed."""
+
+    op: ClassVar[str] = "lease"
+    ttl_s: TtlS | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Park(SessionRequest):
+    op: ClassVar[str] = "park"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save(SessionRequest):
+    op: ClassVar[str] = "save"
+    snapshot: Name
+    replace: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restore(Request):
+    op: ClassVar[str] = "restore"
+    snapshot: Name
+    name: Name | None = None
+    session_class: SessionClass = field(default="interactive", metadata={"wire": "class"})
+    ttl_s: TtlS | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshots(Request):
+    op: ClassVar[str] = "snapshots"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forget(Request):
+    op: ClassVar[str] = "forget"
+    snapshot: Name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(Request):
+    """Bytes of a snapshot as one file, from `offset` on; ask again with `next` until that is None."""
+
+    op: ClassVar[str] = "export"
+    snapshot: Name
+    offset: CarriedBytes = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import(Request):
+    """The next bytes of such a file, which has `total`; with the last ones it becomes the snapshot."""
+
+    op: ClassVar[str] = "import"
+    snapshot: Name
+    total: CarriedBytes
+    offset: CarriedBytes = 0
+    data: Chunk
+    model: ModelRef | None = None
+
+    def problem(self) -> tuple[str, str] | None:
+        if self.offset + len(self.data) > self.total:
+            return "data", "These bytes would end behind the file's total."
+        if not self.data:
+            return "data", "Give the next bytes of the file."
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify(Request):
+    """Without a session, one that the daemon picks among all that are idle and have KV."""
+
+    op: ClassVar[str] = "verify"
+    session: SessionRef | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stats(Request):
     op: ClassVar[str] = "stats"
 
@@ -402,21 +483,36 @@ class SessionInfo:
     session_class: SessionClass = field(default="interactive", metadata={"wire": "class"})
     length: int = 0
     state: str = "idle"  # idle | queued | running
-    tier: str = "resident"  # resident | tokens
+    tier: str = "resident"  # resident | disk | tokens: where its KV is
     kinds: list[KindCaps] = field(default_factory=list)
     private_bytes: int = 0
     shared_bytes: int = 0
     live_bytes: int = 0
     capacity_bytes: int = 0
+    disk_bytes: int = 0  # of the snapshot that the daemon keeps of it by itself
     trim_floor: int = 0
     checkpoints: list[int] = field(default_factory=list)
     age_s: float = 0.0
     idle_s: float = 0.0
     ttl_s: float | None = None
+    expires_in_s: float | None = None  # when nothing touches it
+    quarantined: str | None = None  # why nothing runs in it until its content changes
     parents: list[str] = field(default_factory=list)
     published: list[str] = field(default_factory=list)  # what it was published as, and still is
     trunk: str | None = None  # the published trunk that it stems from
     running: str | None = None  # the operation that is running
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotInfo:
+    """One of the snapshots that an owner asked for, as `snapshots` shows it."""
+
+    snapshot: str
+    model: str = ""
+    length: int = 0
+    bytes: int = 0  # on disk; what it shares with others counts in each
+    age_s: float = 0.0
+    session: str | None = None  # whose content it is, if that is still there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,7 +523,7 @@ class TrunkInfo:
     trunk: str
     model: str = ""
     length: int = 0
-    tier: str = "resident"  # resident | tokens
+    tier: str = "resident"  # resident | disk | tokens
     private_bytes: int = 0
     shared_bytes: int = 0
     age_s: float = 0.0
@@ -532,6 +628,64 @@ class ScoreResult(Result):
     tokens: list[int]
     logprobs: list[float]
     total: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseResult(Result):
+    expires_in_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParkResult(Result):
+    """`bytes`: on disk; `freed_bytes`: on the device."""
+
+    tier: str
+    length: int
+    bytes: int
+    freed_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveResult(Result):
+    snapshot: str
+    tokens: int
+    bytes: int
+    checksum: str  # of its manifest, which has those of all that belongs to it
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotsResult(Result):
+    """`used_bytes`: what all of an owner's snapshots take, automatic ones too."""
+
+    snapshots: list[SnapshotInfo]
+    used_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForgetResult(Result):
+    freed_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportResult(Result):
+    data: bytes
+    total: int
+    next: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportResult(Result):
+    received: int
+    snapshot: SnapshotInfo | None = None  # once all is there
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyResult(Result):
+    """The next token's logits as the session's KV gives them, against those of its tokens computed anew."""
+
+    max_abs_logit_error: float
+    argmax_agree: bool
+    length: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -643,12 +797,18 @@ OPERATIONS: dict[str, Operation] = {
         Operation(Close, CloseResult, changes=True),
         Operation(Cancel, CancelResult),
         Operation(Score, ScoreResult, changes=True),
+        Operation(Lease, LeaseResult),
+        Operation(Park, ParkResult, changes=True),
+        Operation(Save, SaveResult, changes=True),
+        Operation(Restore, OpenResult),
+        Operation(Snapshots, SnapshotsResult),
+        Operation(Forget, ForgetResult),
+        Operation(Export, ExportResult),
+        Operation(Import, ImportResult),
+        Operation(Verify, VerifyResult, changes=True),
         Operation(Stats, StatsResult),
         Operation(Watch, WatchResult, streams=True),
         Operation(Load, ModelResult),
         Operation(Unload, ModelResult),
     )
 }
-
-# In protocol 1, but not served by this version of the daemon: they get `unknown_op`.
-LATER_OPERATIONS = ("save", "restore", "snapshots", "forget", "park", "verify")

@@ -41,13 +41,19 @@ from stateroom.client.wire import (
 
 @dataclass(frozen=True)
 class Command:
-    """One request. `session`: its id, for `open` the new one. `children`: new ids, for `fork`, `publish`."""
+    """One request. `session`: its id, for `open` the new one. `children`: new ids, for `fork`, `publish`.
+
+    `snapshot`: the id of the one that `restore` takes, or that `save` replaces. `base`: the length that the
+    session had when a decode began which another worker could not end; what it drew is in the session by now.
+    """
 
     rid: int
     request: Request
     session: str | None = None
     children: list[str] = field(default_factory=list)
     owner: str = ""  # whose it is
+    snapshot: str | None = None
+    base: int | None = None
 
 
 CHAT_CHARACTERS_MAX = 2_000_000  # of one session's messages: with its tokens they must fit into one frame
@@ -88,6 +94,7 @@ class Adopt:
     owner: str = ""
     trunk: str | None = None  # the published trunk that it is, or stems from; the first so many of its tokens
     trunk_length: int = 0
+    snapshot: str | None = None  # an automatic one: KV of its first tokens
 
 
 @dataclass(frozen=True)
@@ -99,10 +106,26 @@ class CancelCommand:
 
 @dataclass(frozen=True)
 class Stop:
-    """Finish the step in flight, answer every open request as cancelled, leave."""
+    """Finish the step in flight, answer every open request as cancelled, park for so long, leave."""
+
+    park_s: float = 0.0
 
 
-ToWorker = Command | Adopt | CancelCommand | Stop
+@dataclass(frozen=True)
+class Discard:
+    """Snapshots that nobody wants any more; ids that are unknown are passed over. Never answered."""
+
+    snapshots: list[str]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most KV to hold from now on; what is idle gives way. Answered by `Within` once that is so."""
+
+    nbytes: int
+
+
+ToWorker = Command | Adopt | CancelCommand | Stop | Discard | Budget
 
 
 # ---------------------------------------------------------------- worker → broker
@@ -132,6 +155,7 @@ class Journal:
     trim_floor: int | None = None  # the shortest length that a trim reaches exactly, when it is known
     checkpoints: list[int] | None = None  # shorter lengths that it reaches, when they are known
     chat: list[ChatTurn] | None = None  # all turns, when they changed
+    snapshot: str | None = None  # the automatic one that it has on disk, when that changed; "": none
 
 
 @dataclass(frozen=True)
@@ -143,11 +167,51 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """A snapshot on disk. `name`: what its owner called it; None: an automatic one, of `session`."""
+
+    id: str
+    owner: str
+    session: str
+    name: str | None
+    length: int
+    nbytes: int
+    created_ms: int  # of the wall clock
+
+
+@dataclass(frozen=True)
 class Ready:
-    """The model is loaded. `facts`: strings and numbers for the log and `doctor` (device, blas, dtype, …)."""
+    """The model is loaded. `facts`: strings and numbers for the log and `doctor` (device, blas, dtype, …).
+
+    `kept`: the snapshots that are there; `broken`: ids of those that can't be read.
+    """
 
     model: ModelInfo
     facts: dict[str, Any]
+    kept: list[Kept] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Shelved:
+    """Snapshots that are on disk now, and ids of those that went. Before the answer that speaks of them."""
+
+    kept: list[Kept] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Within:
+    """The worker holds, and will hold, no more KV than this `Budget` said."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Short:
+    """A request needs so many bytes of KV beyond the budget; it waits for a while."""
+
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -172,7 +236,7 @@ class Journals:
     changes: list[Journal]
 
 
-FromWorker = Answer | Journals | Ready | Failed | Pulse
+FromWorker = Answer | Journals | Ready | Failed | Pulse | Shelved | Within | Short
 
 
 # ---------------------------------------------------------------- frames
@@ -188,23 +252,34 @@ def encode_to_worker(message: ToWorker) -> bytes:
                 "session": message.session,
                 "children": message.children,
                 "owner": message.owner,
+                "snapshot": message.snapshot,
+                "base": message.base,
             }
         )
-    name = {Adopt: "adopt", CancelCommand: "cancel", Stop: "stop"}[type(message)]
-    return encode_map({"link": name, **to_wire(message)})
+    return encode_map({"link": type(message).__name__, **to_wire(message)})
+
+
+_TO_WORKER: dict[str, type[Any]] = {each.__name__: each for each in (Adopt, CancelCommand, Stop, Discard, Budget)}
+_FROM_WORKER: dict[str, type[Any]] = {
+    each.__name__: each for each in (Journals, Ready, Failed, Pulse, Shelved, Within, Short)
+}
 
 
 def decode_to_worker(frame: bytes) -> ToWorker:
     wire = decode_map(frame)
     name = wire.get("link")
-    if name == "adopt":
-        return from_wire(Adopt, wire)
-    if name == "cancel":
-        return from_wire(CancelCommand, wire)
-    if name == "stop":
-        return Stop()
+    if name is not None:
+        return typing.cast("ToWorker", from_wire(_TO_WORKER[name], wire))
     request = from_wire(OPERATIONS[wire["op"]].request, wire["args"])
-    return Command(wire["rid"], request, wire["session"], wire["children"], wire["owner"])
+    return Command(
+        wire["rid"],
+        request,
+        wire["session"],
+        wire["children"],
+        wire["owner"],
+        wire["snapshot"],
+        wire["base"],
+    )
 
 
 def encode_from_worker(message: FromWorker) -> bytes:
@@ -220,8 +295,7 @@ def encode_from_worker(message: FromWorker) -> bytes:
         if message.born:
             made["born"] = [to_wire(journal) for journal in message.born]
         return encode_map(made)
-    name = {Journals: "journals", Ready: "ready", Failed: "failed", Pulse: "pulse"}[type(message)]
-    return encode_map({"link": name, **to_wire(message)})
+    return encode_map({"link": type(message).__name__, **to_wire(message)})
 
 
 _BODIES: dict[str, type[Any]] = {
@@ -233,14 +307,8 @@ _BODIES: dict[str, type[Any]] = {
 def decode_from_worker(frame: bytes) -> FromWorker:
     wire = decode_map(frame)
     name = wire.get("link")
-    if name == "journals":
-        return from_wire(Journals, wire)
-    if name == "ready":
-        return from_wire(Ready, wire)
-    if name == "failed":
-        return from_wire(Failed, wire)
-    if name == "pulse":
-        return from_wire(Pulse, wire)
+    if name is not None:
+        return typing.cast("FromWorker", from_wire(_FROM_WORKER[name], wire))
     if wire["kind"] == "error":
         body: Body = from_wire(ErrorBody, wire["body"]["error"])
     else:

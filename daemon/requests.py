@@ -27,7 +27,7 @@ from pydantic import (
 
 from stateroom.client.errors import Invalid, Malformed, StateroomError, UnknownOperation, WrongVersion
 from stateroom.client.limits import SUPPORTED_VERSIONS, TEXT_BYTES_MAX, UINT64_MAX, Pattern, Range, Size
-from stateroom.client.protocol import LATER_OPERATIONS, OPERATIONS, InputRequest, Request
+from stateroom.client.protocol import OPERATIONS, InputRequest, Request
 from stateroom.client.wire import DecodeError, decode_request, field_types, wire_names
 
 ENVELOPE = ("v", "id", "op")
@@ -168,8 +168,6 @@ def validate(op: str, arguments: dict[str, Any]) -> Request:
     """
     known = OPERATIONS.get(op)
     if known is None:
-        if op in LATER_OPERATIONS:
-            raise UnknownOperation(f"`{op}` belongs to protocol 1 but this version does not serve it yet.")
         raise UnknownOperation(
             f"There is no operation `{_shown(op)}`; `hello` tells the version served here."
         )

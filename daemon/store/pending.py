@@ -88,7 +88,7 @@ class Pending:
         self._add(session, Delta(closed=True))
 
     def put(self, row: Row) -> None:
-        """A snapshot, publication or model, new or as it is now."""
+        """A snapshot or model, new or as it is now."""
         self._batch.rows[type(row), row.key] = row
 
     def drop(self, kind: type[Row], key: str) -> None:

@@ -21,6 +21,11 @@ class SessionRow:
     ttl_s: float | None = None
     kv: KV | None = None  # as it was opened
     parents: list[str] = field(default_factory=list)
+    published_as: str | None = None  # it is a published trunk
+    trunk: str | None = None  # the published trunk that it is, or stems from, and how much of it that is
+    trunk_length: int = 0
+    snapshot: str | None = None  # the automatic one of its KV
+    quarantined: str | None = None  # why nothing runs in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +41,11 @@ class SnapshotRow:
     name: str | None = None
     session: str | None = None
     automatic: bool = False
+    forgotten: bool = False  # nobody wants it any more, and it isn't removed yet
 
     @property
     def key(self) -> str:
         return self.id
-
-
-@dataclass(frozen=True, slots=True)
-class PublicationRow:
-    """The first `length` tokens of a session, for any owner to fork."""
-
-    name: str
-    owner: str
-    session: str
-    length: int
-    created_ms: int
-
-    @property
-    def key(self) -> str:
-        return self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,4 +62,4 @@ class ModelRow:
         return self.id
 
 
-Row = SnapshotRow | PublicationRow | ModelRow
+Row = SnapshotRow | ModelRow

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from stateroom.client.protocol import KV
 from stateroom.client.wire import from_wire, to_wire
-from stateroom.daemon.store.rows import ModelRow, PublicationRow, Row, SessionRow, SnapshotRow
+from stateroom.daemon.store.rows import ModelRow, Row, SessionRow, SnapshotRow
 
 APPLICATION_ID = 0x53544D52  # "STMR", in the file's header: whose database it is
 TOKEN_BYTES = 4
@@ -38,6 +38,11 @@ MIGRATIONS: tuple[str, ...] = (
         ttl_s REAL,
         kv TEXT,
         parents TEXT NOT NULL,
+        published_as TEXT,
+        trunk TEXT,
+        trunk_length INTEGER NOT NULL,
+        snapshot TEXT,
+        quarantined TEXT,
         checksum INTEGER NOT NULL
     );
     CREATE UNIQUE INDEX names ON sessions (owner, name) WHERE name IS NOT NULL;
@@ -61,14 +66,7 @@ MIGRATIONS: tuple[str, ...] = (
         name TEXT,
         session TEXT,
         automatic INTEGER NOT NULL,
-        checksum INTEGER NOT NULL
-    );
-    CREATE TABLE publications (
-        name TEXT PRIMARY KEY,
-        owner TEXT NOT NULL,
-        session TEXT NOT NULL,
-        length INTEGER NOT NULL,
-        created_ms INTEGER NOT NULL,
+        forgotten INTEGER NOT NULL,
         checksum INTEGER NOT NULL
     );
     CREATE TABLE models (
@@ -125,9 +123,8 @@ class Table(Generic[R]):
 
 SESSIONS = Table("sessions", SessionRow)
 SNAPSHOTS = Table("snapshots", SnapshotRow)
-PUBLICATIONS = Table("publications", PublicationRow)
 MODELS = Table("models", ModelRow)
-TABLES: dict[type[Row], Table[Any]] = {table.row: table for table in (SNAPSHOTS, PUBLICATIONS, MODELS)}
+TABLES: dict[type[Row], Table[Any]] = {table.row: table for table in (SNAPSHOTS, MODELS)}
 
 
 def checksum(*values: Value) -> int:
@@ -153,4 +150,4 @@ def _value(column: str, value: Any) -> Any:
         return from_wire(KV, json.loads(value))
     if column in _JSON and value is not None:
         return json.loads(value)
-    return bool(value) if column == "automatic" else value
+    return bool(value) if column in ("automatic", "forgotten") else value

@@ -21,7 +21,7 @@ from stateroom.daemon.store import schema
 from stateroom.daemon.store.database import connect, told
 from stateroom.daemon.store.pending import Batch, Delta, Edit
 from stateroom.daemon.store.refusals import Corrupt
-from stateroom.daemon.store.rows import ModelRow, PublicationRow, SessionRow, SnapshotRow
+from stateroom.daemon.store.rows import ModelRow, SessionRow, SnapshotRow
 from stateroom.daemon.store.schema import PIECE_TOKENS, PIECES_MAX, SESSIONS, TOKEN_BYTES
 
 FREE_PAGES_MAX = 256  # more are given back to the disk, so many with each flush: 1 MiB
@@ -40,7 +40,6 @@ class Everything:
 
     sessions: list[StoredSession] = field(default_factory=list)
     snapshots: list[SnapshotRow] = field(default_factory=list)
-    publications: list[PublicationRow] = field(default_factory=list)
     models: list[ModelRow] = field(default_factory=list)
 
 
@@ -210,7 +209,6 @@ class Store:
         return Everything(
             sessions,
             self._rows(schema.SNAPSHOTS),
-            self._rows(schema.PUBLICATIONS),
             self._rows(schema.MODELS),
         )
 

@@ -23,7 +23,6 @@ from stateroom.client.limits import (
 )
 from stateroom.client.protocol import (
     ERROR_CODES,
-    LATER_OPERATIONS,
     OPERATIONS,
     Decode,
     Fork,
@@ -157,13 +156,6 @@ def test_open_refuses(wrong: dict[str, Any], field: str) -> None:
 )
 def test_the_envelope(message: dict[str, Any], expected: tuple[int | None, str, str | None]) -> None:
     assert refusal(msgpack.packb(message)) == expected
-
-
-@pytest.mark.parametrize("op", LATER_OPERATIONS)
-def test_operations_of_a_later_version_say_so(op: str) -> None:
-    with pytest.raises(Refused, match="not serve it yet"):
-        parse(frame(op=op))
-    assert refusal(frame(op=op))[1] == "unknown_op"
 
 
 @pytest.mark.parametrize(

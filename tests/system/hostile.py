@@ -16,7 +16,6 @@ import msgpack
 
 from stateroom.client.protocol import (
     KV,
-    LATER_OPERATIONS,
     OPERATIONS,
     Grammar,
     Message,
@@ -242,7 +241,7 @@ class Hostilities:
         return self._message(message, message["op"])
 
     def _unknown_op(self, session: str) -> Hostile:
-        op = self._draw.choice([*LATER_OPERATIONS, "fly", "", "__init__", "adopt", "x" * 300, "list\0"])
+        op = self._draw.choice(["fly", "", "__init__", "adopt", "x" * 300, "list\0"])
         return self._message({"v": 1, "id": self.new_id(), "op": op, "session": session}, None)
 
     def _big_text(self, session: str) -> Hostile:

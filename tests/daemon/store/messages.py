@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from stateroom.client.protocol import KV, Message
 from stateroom.daemon.link import ChatTurn
 from stateroom.daemon.store.pending import Pending
-from stateroom.daemon.store.rows import ModelRow, PublicationRow, Row, SessionRow, SnapshotRow
+from stateroom.daemon.store.rows import ModelRow, Row, SessionRow, SnapshotRow
 from stateroom.daemon.store.store import Everything
 
 TOKEN_MAX = 2**32 - 1
@@ -105,7 +105,6 @@ class World:
         row: Row = drawn.choice(
             (
                 SnapshotRow(key, "one", "model", drawn.randrange(9), 7, 3, "a name", None, flag),
-                PublicationRow(key, "one", "session", drawn.randrange(9), 3),
                 ModelRow(key, "/a/path", {"weights": str(drawn.randrange(9))}, 5),
             )
         )
@@ -123,7 +122,7 @@ def assert_same(loaded: Everything, world: World) -> None:
         session: (_real(held.row), array("I", held.tokens), held.chat) for session, held in world.held.items()
     }
     assert found == expected
-    others = [*loaded.snapshots, *loaded.publications, *loaded.models]
+    others = [*loaded.snapshots, *loaded.models]
     assert {(type(row), row.key): row for row in others} == world.rows
     assert len(others) == len(world.rows)
 
