@@ -13,6 +13,7 @@ from stateroom.daemon.logs import LogFormat
 from stateroom.daemon.models import resolve
 from stateroom.daemon.scheduler.fairness import WEIGHT_MAX, WEIGHT_MIN
 
+STATE_NAME = "state"  # below the home: the catalog, snapshots
 WORKER_COMMAND = (sys.executable, "-m", "stateroom.daemon.engine.worker")
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -49,6 +50,7 @@ class Config:
     endpoint: str
     runtime_dir: Path
     models_dir: Path
+    state_dir: Path | None = None  # what outlives the daemon; None: nothing does
     models: tuple[ModelSpec, ...] = ()  # loaded at start; the first is the default
     allow_any_model: bool = False  # clients may name paths and Hugging Face ids
     kv_budget_bytes: int | None = None

@@ -34,8 +34,10 @@ class Holder:
     since: str  # UTC, ISO 8601
 
 
-def make_private(directory: Path) -> None:
-    """Makes the directory with mode 0700, or sees that the one there is ours and nobody else can write to it.
+def make_private(directory: Path, others: int = stat.S_IWGRP | stat.S_IWOTH) -> None:
+    """Makes the directory with mode 0700, or sees that the one there is ours.
+
+    `others`: what nobody else may do there, by default write.
 
     Raises:
         Leave: it isn't.
@@ -47,8 +49,8 @@ def make_private(directory: Path) -> None:
         raise Leave(FORBIDDEN, f"The directory {directory} can't be made: {error.strerror}.") from error
     if found.st_uid != os.getuid():
         raise Leave(FORBIDDEN, f"The directory {directory} belongs to another user; name one of your own.")
-    if stat.S_IMODE(found.st_mode) & 0o022:
-        raise Leave(FORBIDDEN, f"Others can write to {directory}; make it private: chmod 700 {directory}.")
+    if found.st_mode & others:
+        raise Leave(FORBIDDEN, f"{directory} is open to other users; make it private: chmod 700 {directory}.")
 
 
 class Lock:

@@ -48,6 +48,8 @@ def take_places(config: Config) -> list[Lock]:
         Leave: a directory isn't ours, another daemon holds a lock, or a file that is no socket is in the way.
     """
     make_private(config.runtime_dir)
+    if config.state_dir is not None:
+        make_private(config.state_dir, stat.S_IRWXG | stat.S_IRWXO)
     wanted = [config.runtime_dir / LOCK_NAME]
     path = ipc_path(config.endpoint)
     if path is not None and path.parent.resolve() != config.runtime_dir.resolve():

@@ -379,6 +379,8 @@ class Supervisor:
         config = self.config
         made = [*config.worker_command, "--endpoint", f"ipc://{path}", "--model", spec.spec]
         made += ["--model-id", spec.id, "--log", config.log_format, "--log-level", config.log_level]
+        if config.state_dir is not None:
+            made += ["--state", str(config.state_dir)]
         if config.kv_budget_bytes is not None:
             made += ["--kv-budget", str(config.kv_budget_bytes)]
         if config.gap_ms is not None:

@@ -12,8 +12,8 @@ import typer
 
 from stateroom.client.errors import BadEndpoint
 from stateroom.client.limits import BATCH_MAX
-from stateroom.client.paths import check_endpoint, default_endpoint, ipc_path, runtime_dir
-from stateroom.daemon.config import Config, model_specs, parse_bytes, parse_weights
+from stateroom.client.paths import check_endpoint, default_endpoint, home_dir, ipc_path, runtime_dir
+from stateroom.daemon.config import STATE_NAME, Config, model_specs, parse_bytes, parse_weights
 from stateroom.daemon.exits import CONFIG, Leave
 from stateroom.daemon.logs import LogFormat
 from stateroom.daemon.models import models_dir
@@ -28,7 +28,7 @@ def serve(
     ] = None,
     endpoint: Annotated[str | None, typer.Option(help="Where to listen", envvar="STATEROOM_ENDPOINT")] = None,
     home: Annotated[
-        Path | None, typer.Option(help="Where models are installed", envvar="STATEROOM_HOME")
+        Path | None, typer.Option(help="Where models and sessions are kept", envvar="STATEROOM_HOME")
     ] = None,
     kv_budget: Annotated[
         str | None,
@@ -78,6 +78,7 @@ def serve(
         endpoint=where if path is None else f"ipc://{path}",
         runtime_dir=runtime_dir(),
         models_dir=models_dir(),
+        state_dir=home_dir() / STATE_NAME,
         models=model_specs(model or [], models_dir()),
         allow_any_model=allow_any_model,
         kv_budget_bytes=parse_bytes(kv_budget) if kv_budget else None,

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -182,6 +183,7 @@ def main(
     endpoint: Annotated[str, typer.Option()],
     model: Annotated[str, typer.Option()],
     model_id: Annotated[str, typer.Option()],
+    state: Annotated[Path | None, typer.Option()] = None,
     kv_budget: Annotated[int | None, typer.Option()] = None,
     gap_ms: Annotated[float | None, typer.Option()] = None,
     weight: Annotated[list[str] | None, typer.Option()] = None,

@@ -288,7 +288,7 @@ class Worker:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    for name in ("--endpoint", "--model", "--model-id", "--kv-budget", "--log", "--log-level"):
+    for name in ("--endpoint", "--model", "--model-id", "--state", "--kv-budget", "--log", "--log-level"):
         parser.add_argument(name)
     arguments = parser.parse_args()
     script = dict(pair.partition("=")[::2] for pair in arguments.model.split(",") if pair)
