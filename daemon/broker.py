@@ -15,6 +15,7 @@ from typing import Any
 import zmq
 from structlog.typing import FilteringBoundLogger
 
+from stateroom.daemon.alarm import Alarm
 from stateroom.daemon.blas import Blas
 from stateroom.daemon.catalog import Catalog
 from stateroom.daemon.clock import Clock, monotonic_s
@@ -50,8 +51,8 @@ class Broker:
             lambda fd: self.peers.lost(fd),
             lambda: self.peers.bury(),
         )
-        self._tick_alarm, self._flush_alarm = _Alarm(self._tick), _Alarm(self._flush)
-        self._watch_alarm = _Alarm(lambda: self.watchers.tick())
+        self._tick_alarm, self._flush_alarm = Alarm(self._tick), Alarm(self._flush)
+        self._watch_alarm = Alarm(lambda: self.watchers.tick())
         self.metrics = Metrics()
         self.peers = Peers(self._socket.send, self._vanished, lambda: self._flush_alarm.ring_in(FLUSH_S))
         self.catalog = Catalog(clock)
@@ -78,6 +79,10 @@ class Broker:
             self.metrics,
             log,
         )
+
+    @property
+    def own_user_only(self) -> bool:
+        return self._socket.own_user_only
 
     def start(self) -> str:
         """Binds, starts the engines of the given models, and gives the endpoint."""
@@ -128,28 +133,3 @@ async def _until(done: Callable[[], bool], seconds: float) -> None:
     until_s = loop.time() + seconds
     while not done() and loop.time() < until_s:  # noqa: ASYNC110
         await asyncio.sleep(POLL_S)
-
-
-class _Alarm:
-    """Calls back once at the earliest of the times asked for."""
-
-    def __init__(self, callback: Callable[[], None]) -> None:
-        self._callback = callback
-        self._handle: asyncio.TimerHandle | None = None
-
-    def ring_in(self, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        if self._handle is not None:
-            if self._handle.when() <= loop.time() + seconds:
-                return
-            self._handle.cancel()
-        self._handle = loop.call_later(seconds, self._ring)
-
-    def _ring(self) -> None:
-        self._handle = None
-        self._callback()
-
-    def stop(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None

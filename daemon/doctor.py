@@ -156,8 +156,8 @@ def runtime() -> Iterator[Check]:
     else:
         if about.st_uid != os.getuid():
             yield problem("permissions", f"{folder} belongs to another user", ELSEWHERE)
-        elif about.st_mode & 0o022:
-            yield problem("permissions", f"others can write to {folder}", f"chmod 700 {folder}")
+        elif about.st_mode & 0o077:
+            yield problem("permissions", f"others can reach into {folder}", f"chmod 700 {folder}")
         else:
             yield passed("permissions", f"{folder} is yours")
 

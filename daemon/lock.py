@@ -23,6 +23,8 @@ LOCK_NAME = "stateroom.lock"
 TRIES = 5
 TRY_S = 0.02
 ENGINE_SOCKETS = "engine-*.sock"
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,22 @@ class Holder:
     since: str  # UTC, ISO 8601
 
 
-def make_private(directory: Path, others: int = stat.S_IWGRP | stat.S_IWOTH) -> None:
-    """Makes the directory with mode 0700, or sees that the one there is ours.
+def make_private(directory: Path, others: int = OTHERS) -> None:
+    """Makes the directory with mode 0700, or sees that the one there is ours alone.
 
-    `others`: what nobody else may do there, by default write.
+    `others`: what nobody else may do there, by default anything. A directory above it that everybody can write
+    to must have the sticky bit (`/tmp` has), or ours could be replaced.
 
     Raises:
-        Leave: it isn't.
+        Leave: it isn't. Nothing is changed: whoever opened it may have had a reason.
     """
+    for parent in directory.resolve().parents:
+        mode = parent.stat().st_mode if parent.exists() else 0
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise Leave(
+                FORBIDDEN,
+                f"Anybody can write to {parent}, and so replace {directory}; chmod o-w {parent}.",
+            )
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.stat()
@@ -131,6 +141,18 @@ def clear_socket(path: Path) -> None:
             FORBIDDEN, f"{path} is no socket, so it was left alone; move it away or set STATEROOM_ENDPOINT."
         )
     path.unlink()
+
+
+def make_socket_private(path: Path) -> None:
+    """Mode 0600 for a socket that was just bound, and a look at what is there now.
+
+    Raises:
+        Leave: it isn't a socket of ours that others can't open.
+    """
+    path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+    found = path.lstat()
+    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & OTHERS:
+        raise Leave(FORBIDDEN, f"The socket {path} can't be made private there; choose another place for it.")
 
 
 def clear_engine_sockets(runtime_dir: Path) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import resource
 import signal
-import stat
 
 import zmq
 from structlog.typing import FilteringBoundLogger
@@ -16,7 +15,15 @@ from stateroom.daemon.blas import find_blas
 from stateroom.daemon.broker import Broker
 from stateroom.daemon.config import Config
 from stateroom.daemon.exits import CONFIG, OK, Leave
-from stateroom.daemon.lock import LOCK_NAME, Lock, clear_engine_sockets, clear_socket, make_private
+from stateroom.daemon.lock import (
+    LOCK_NAME,
+    OTHERS_WRITE,
+    Lock,
+    clear_engine_sockets,
+    clear_socket,
+    make_private,
+    make_socket_private,
+)
 from stateroom.daemon.logs import make_log
 from stateroom.daemon.shelf import Shelf
 
@@ -49,11 +56,11 @@ def take_places(config: Config) -> list[Lock]:
     """
     make_private(config.runtime_dir)
     if config.state_dir is not None:
-        make_private(config.state_dir, stat.S_IRWXG | stat.S_IRWXO)
+        make_private(config.state_dir)
     wanted = [config.runtime_dir / LOCK_NAME]
     path = ipc_path(config.endpoint)
     if path is not None and path.parent.resolve() != config.runtime_dir.resolve():
-        make_private(path.parent)
+        make_private(path.parent, OTHERS_WRITE)
         wanted.append(path.with_name(f"{path.name}.lock"))
     held: list[Lock] = []
     try:
@@ -90,8 +97,12 @@ async def _run(config: Config, log: FilteringBoundLogger) -> int:
         raise Leave(CONFIG, f"The endpoint {config.endpoint} can't be bound: {error}.") from error
     try:
         if path is not None:
-            path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+            make_socket_private(path)
         models = [spec.id for spec in config.models]
+        if path is not None and not broker.own_user_only:
+            log.warning(
+                "peers unchecked", hint="This libzmq can't tell whose a connection is; modes must do."
+            )
         log.info("serving", endpoint=endpoint, pid=os.getpid(), models=models)
         await stopping.wait()
         log.info("stopping", sessions=len(broker.catalog), requests=len(broker.tickets))

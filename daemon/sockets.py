@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Callable
 from typing import cast
 
@@ -29,6 +30,19 @@ EVENTS, READABLE, NOT_BLOCKING = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLO
 NOT_LAST = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 _monitors = itertools.count()
+
+
+def admit_own_user_only(socket: zmq.Socket[bytes]) -> bool:
+    """Lets processes of this user alone connect to what the socket binds from here on, if it is `ipc://`.
+
+    The kernel tells libzmq whose the other end is (SO_PEERCRED; LOCAL_PEERCRED on macOS). Modes of files
+    protect the socket already; this holds where somebody opened them. False: this libzmq can't.
+    """
+    try:
+        socket.set(zmq.IPC_FILTER_UID, os.getuid())
+    except zmq.ZMQError:
+        return False
+    return True
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:
@@ -89,6 +103,9 @@ class PublicSocket:
     `on_message(routing id, descriptor, frames after the routing id)`. `on_gone(descriptor)` once a connection
     closed, before any message of a successor with its descriptor; messages of its own may follow until
     `on_drained()`, which is called when what had come was received.
+
+    Attributes:
+        own_user_only: the kernel is asked whose a connection is.
     """
 
     def __init__(
@@ -107,6 +124,7 @@ class PublicSocket:
         self._socket.set(zmq.RCVHWM, PEER_QUEUE_MESSAGES)
         self._socket.set(zmq.LINGER, LINGER_MS)
         self._socket.set(zmq.BACKLOG, BACKLOG)
+        self.own_user_only = admit_own_user_only(self._socket)
         events = f"inproc://connections-{next(_monitors)}"
         self._socket.monitor(events, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._monitor = context.socket(zmq.PAIR)
@@ -186,6 +204,7 @@ class LinkSocket:
         self._socket.set(zmq.SNDHWM, LINK_QUEUE_MESSAGES)
         self._socket.set(zmq.RCVHWM, LINK_QUEUE_MESSAGES)
         self._socket.set(zmq.LINGER, 0)
+        admit_own_user_only(self._socket)
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError:

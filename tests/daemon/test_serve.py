@@ -162,14 +162,31 @@ def test_what_is_no_socket_is_never_touched(place: Place, kind: str) -> None:
 
 
 def test_a_directory_that_others_can_write_is_refused(place: Place) -> None:
-    """B63: whoever can write there can put a socket of his own in place of ours."""
+    """B63: whoever can write there can put a socket of his own in place of ours. Nobody looks there, either."""
     place.run.mkdir()
-    for wrong in (0o777, 0o770, 0o1777):
+    for wrong in (0o777, 0o770, 0o1777, 0o755, 0o711):
         place.run.chmod(wrong)
         code, said = place.refused()
         assert code == FORBIDDEN
         assert f"chmod 700 {place.run}" in said
-    place.run.chmod(0o755)
+    place.run.chmod(0o700)
+    place.start()
+    assert place.client().ask("list")["kind"] == "result"
+
+
+def test_a_directory_above_that_anybody_can_write_to_is_refused(place: Place) -> None:
+    """B63: ours could be moved away and another put there; the sticky bit keeps that from happening."""
+    open_to_all = place.folder / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    place.run = open_to_all / "run"
+    place.socket = place.run / "s"
+    place.endpoint = f"ipc://{place.socket}"
+    code, said = place.refused()
+    assert code == FORBIDDEN
+    assert f"chmod o-w {open_to_all}" in said
+    assert not place.run.exists()
+    open_to_all.chmod(0o1777)
     place.start()
     assert place.client().ask("list")["kind"] == "result"
 
