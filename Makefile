@@ -4,13 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
+FRAMES ?= 1000000
+MINUTES ?= 5
 
 # The first Python that is new enough: macOS's own python3 may be older than what Homebrew brought.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench lint format clean
+.PHONY: help setup demo test bench fuzz chaos lint format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +32,13 @@ test: $(STAMP)  ## all tests; ARGS="-k name" picks some
 
 bench: $(STAMP)  ## every figure that the README claims
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+fuzz: $(STAMP)  ## fuzzes decode and validate; FRAMES=1000000
+	@$(BIN)/python -m pip install -q "atheris>=2.3,<4" 2>/dev/null || true
+	@$(BIN)/python -m tests.fuzz --frames $(FRAMES) $(ARGS)
+
+chaos: $(STAMP)  ## real clients while everything is killed, filled and corrupted; MINUTES=5
+	@$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(ARGS)
 
 lint: $(STAMP)  ## style, types and who imports whom
 	@$(BIN)/ruff check .

@@ -83,6 +83,16 @@ def good_arguments(op: str, session: str) -> dict[str, Any]:
         "tokens": {"session": session},
         "info": {"session": session},
         "close": {"session": session},
+        "publish": {"session": session, "as": "x"},
+        "unpublish": {"as": "x"},
+        "lease": {"session": session, "ttl_s": 60.0},
+        "park": {"session": session},
+        "save": {"session": session, "snapshot": "x", "replace": True},
+        "restore": {"snapshot": "x", "ttl_s": 60.0},
+        "forget": {"snapshot": "x"},
+        "export": {"snapshot": "x"},
+        "import": {"snapshot": "y", "total": 4, "data": b"data"},
+        "verify": {"session": session},
     }.get(op, {})
 
 
