@@ -13,17 +13,9 @@ from dataclasses import replace
 from typing import BinaryIO
 
 from stateroom.caches.snapshots import manifest
-from stateroom.caches.snapshots.library import (
-    CHAT,
-    ID_BYTES,
-    TAIL,
-    TOKENS,
-    Files,
-    Library,
-    by_digest,
-    wrong_with,
-)
+from stateroom.caches.snapshots.library import ID_BYTES, Files, Library
 from stateroom.caches.snapshots.manifest import MANIFEST_BYTES_MAX, About, Manifest, Part
+from stateroom.caches.snapshots.reading import CHAT, TAIL, TOKENS, Reader, by_digest, wrong_with
 from stateroom.caches.snapshots.refusals import Corrupt
 from stateroom.caches.snapshots.tensors import Buffer, Told, file_bytes, wrong_in
 
@@ -31,7 +23,7 @@ MAGIC = b"stateroom-snapshot\n"
 SIZE_BYTES = 8
 
 
-def export(library: Library, snapshot: str, to: BinaryIO) -> int:
+def export(library: Reader, snapshot: str, to: BinaryIO) -> int:
     """Writes it, each file checked before it is; gives the bytes written. Any thread.
 
     Raises `Missing`, `Corrupt`, `Mismatch` for another format. What `to` has got then is of no use.

@@ -88,6 +88,12 @@ class Manifest:
         return self.tokens.nbytes // TOKEN_BYTES
 
     @property
+    def stored(self) -> int:
+        """Tokens that have KV in it."""
+        stored = self.facts.get("length", 0)
+        return stored if type(stored) is int else 0
+
+    @property
     def own_bytes(self) -> int:
         """All but the manifest and what is shared."""
         return self.tokens.nbytes + self.chat.nbytes + file_bytes(self.tail)
@@ -101,8 +107,17 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    body = json.dumps(_plain(manifest), separators=(",", ":"), allow_nan=False).encode()
+    body = _body(manifest)
     return MAGIC + digest_of(body).encode() + b"\n" + body
+
+
+def checksum(manifest: Manifest) -> str:
+    """As its first line has it: of all that belongs to the snapshot, by their own checksums."""
+    return digest_of(_body(manifest))
+
+
+def _body(manifest: Manifest) -> bytes:
+    return json.dumps(_plain(manifest), separators=(",", ":"), allow_nan=False).encode()
 
 
 def decode(content: bytes, file: Path | str) -> Manifest:
