@@ -684,8 +684,10 @@ class VerifyResult(Result):
     """The next token's logits as the session's KV gives them, against those of its tokens computed anew."""
 
     max_abs_logit_error: float
+    max_abs_logit: float
     argmax_agree: bool
     length: int
+    finish: Literal["done", "cancelled"] = "done"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from stateroom.daemon.engine.sampling import check as check_sampling
 from stateroom.daemon.engine.score import Score
 from stateroom.daemon.engine.session import Change, Session, apply, common_prefix, plan
 from stateroom.daemon.engine.stream import Stream
+from stateroom.daemon.engine.verify import begin_verify
 from stateroom.daemon.link import Adopt, CancelCommand, ChatTurn, Command
 
 
@@ -48,6 +49,7 @@ class Commands:
             p.Close: self._close,
             p.Unpublish: self._close,
             p.Score: self._score,
+            p.Verify: self._verify,
         }
 
     def take(self, command: Command | Adopt | CancelCommand) -> None:
@@ -358,6 +360,10 @@ class Commands:
             raise without_numbers(session)
         # A cancelled score tells what it had; the list is then shorter than the continuation.
         engine.answer(work.rid, work.result(), engine.journal(session, session.length))
+
+    def _verify(self, command: Command, request: p.Verify) -> None:
+        session = self._idle_session(command)
+        begin_verify(self.engine, command.rid, session, picked=request.session is None)
 
     # ------------------------------------------------------------ reading, closing
 

@@ -17,6 +17,7 @@ from stateroom.caches.trunk import Trunk, View
 from stateroom.daemon.engine.memory import Part, chained
 from stateroom.daemon.engine.score import Score
 from stateroom.daemon.engine.session import Session
+from stateroom.daemon.engine.verify import Verify
 
 if TYPE_CHECKING:
     from stateroom.daemon.engine.engine import Engine
@@ -82,7 +83,8 @@ class Conservation:
         engine = self._engine
         places = [engine.memory.place(session)[0] for session in engine.sessions.values()]
         scores = [r.cache for r in engine.requests.values() if isinstance(r, Score)]
-        yield from {id(cache): cache for cache in (*places, *scores) if cache is not None}.values()
+        branches = [r.session.cache for r in engine.requests.values() if isinstance(r, Verify)]
+        yield from {id(cache): cache for cache in (*places, *scores, *branches) if cache is not None}.values()
 
     def _of_views(self) -> Iterator[str]:
         """Every trunk has as many holders as there are views of it."""

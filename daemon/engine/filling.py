@@ -11,12 +11,13 @@ import mlx.core as mx
 from stateroom.daemon.engine.blas_threads import BlasThreads
 from stateroom.daemon.engine.fill import Fill, launch_together
 from stateroom.daemon.engine.score import Score
+from stateroom.daemon.engine.verify import Verify
 from stateroom.daemon.scheduler.plan import Job, Plan
 
 if TYPE_CHECKING:
     from stateroom.daemon.engine.engine import Engine
 
-Work = Fill | Score
+Work = Fill | Score | Verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,4 +202,5 @@ class Filling:
     def _refuse_work(self, work: Work, error: BaseException) -> None:
         if isinstance(work, Fill) and work.opens:
             self._engine.sharing.leave(work.session)
-        self._engine.fail(work.rid, error, self._engine.journal(work.session, 0))
+        known = not isinstance(work, Verify)
+        self._engine.fail(work.rid, error, self._engine.journal(work.session, 0) if known else None)

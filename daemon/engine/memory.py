@@ -24,6 +24,7 @@ from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.kv import Served
 from stateroom.daemon.engine.score import Score
 from stateroom.daemon.engine.session import CHECKPOINT_EVERY, Session
+from stateroom.daemon.engine.verify import Verify
 from stateroom.daemon.scheduler.pace import QUANTUM_MAX
 
 if TYPE_CHECKING:
@@ -278,6 +279,8 @@ class Memory:
             elif isinstance(request, Score):
                 copied = session.length + len(request.continuation)
                 promised += self._growth(served, None, copied, QUANTUM_MAX)
+            elif isinstance(request, Verify):
+                promised += request.nbytes
             else:
                 promised += self._growth(served, session, request.most, STEP)
                 if request.drafter is not None:
