@@ -19,13 +19,15 @@ from stateroom.daemon.alarm import Alarm
 from stateroom.daemon.blas import Blas
 from stateroom.daemon.catalog import Catalog
 from stateroom.daemon.clock import Clock, monotonic_s
-from stateroom.daemon.config import Config
+from stateroom.daemon.config import Config, ModelSpec
 from stateroom.daemon.desk import Desk
+from stateroom.daemon.keeper import Keeper, open_store
 from stateroom.daemon.logs import incident
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer, Peers
 from stateroom.daemon.shelf import Shelf
 from stateroom.daemon.sockets import PublicSocket
+from stateroom.daemon.store.rows import ModelRow
 from stateroom.daemon.supervisor import Supervisor
 from stateroom.daemon.tickets import Tickets
 from stateroom.daemon.watchers import Watchers
@@ -44,18 +46,22 @@ class Broker:
         self, config: Config, log: FilteringBoundLogger, blas: Blas, clock: Clock = monotonic_s
     ) -> None:
         self.config, self.log, self._clock = config, log, clock
+        self.keeper = None if config.state_dir is None else Keeper(open_store(config.state_dir), clock, log)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._keys = demanded(config)
+        self._door = Door(self._context, self._keys) if self._keys else None
         self._socket = PublicSocket(
             self._context,
-            lambda routing_id, fd, frames: self.desk.receive(routing_id, fd, frames),
+            lambda routing_id, fd, frames, guest: self.desk.receive(routing_id, fd, frames, guest),
             lambda fd: self.peers.lost(fd),
             lambda: self.peers.bury(),
+            self._door,
         )
         self._tick_alarm, self._flush_alarm = Alarm(self._tick), Alarm(self._flush)
         self._watch_alarm = Alarm(lambda: self.watchers.tick())
         self.metrics = Metrics()
         self.peers = Peers(self._socket.send, self._vanished, lambda: self._flush_alarm.ring_in(FLUSH_S))
-        self.catalog = Catalog(clock)
+        self.catalog = Catalog(clock, pending=self.keeper.pending if self.keeper else None)
         self.tickets = Tickets(
             self.peers,
             self.metrics,
@@ -64,10 +70,11 @@ class Broker:
             lambda peer: self.work.cut(peer),
             log_content=config.log_content,
         )
+        self.shelf = Shelf(config.models, config.models_dir, config.allow_any_model)
         self.supervisor = Supervisor(config, self._context, clock, self.metrics, log, blas)
         self.watchers = Watchers(self.tickets, clock, lambda: self.desk.stats(), self._watch_alarm.ring_in)
         self.work = Work(self.tickets, self.catalog, self.supervisor, self.watchers, self.metrics, log)
-        self.supervisor.listener = self.work
+        self.supervisor.listener, self.supervisor.recall = self.work, self.shelf.recall
         self.desk = Desk(
             self.peers,
             self.tickets,
@@ -75,10 +82,24 @@ class Broker:
             self.supervisor,
             self.work,
             self.watchers,
-            Shelf(config.models, config.models_dir, config.allow_any_model),
+            self.shelf,
             self.metrics,
             log,
         )
+        if self.keeper is not None:
+            self._restore(self.keeper)
+
+    def _restore(self, keeper: Keeper) -> None:
+        """What the daemon before left is there at once; nothing of it is loaded until it is touched."""
+        kept = keeper.loaded()
+        wanted = {stored.row.model for stored in kept.sessions} | {row.model for row in kept.snapshots}
+        for row in kept.models:
+            if row.id not in wanted:
+                keeper.pending.drop(ModelRow, row.id)
+        self.shelf.remember(ModelSpec(row.id, row.spec) for row in kept.models)
+        self.catalog.restore(kept)
+        self.desk.more_gauges.append(keeper.gauges)
+        self.work.expire()
 
     @property
     def own_user_only(self) -> bool:
@@ -94,14 +115,19 @@ class Broker:
         return endpoint
 
     async def stop(self) -> None:
-        """Refuses what is new, ends what runs, ends the workers, sends the last replies."""
+        """Refuses what is new, ends what runs, has sessions parked, ends the workers, keeps what is known."""
+        patience, begin_s = self.config.patience, self._clock()
         self.desk.admitting = False
         self.work.end_all_held()
-        await _until(lambda: len(self.tickets) == 0, self.config.patience.finals_s)
-        await self.supervisor.stop()  # what a worker still had ends as `engine_lost`
+        await _until(lambda: len(self.tickets) == 0, patience.finals_s)
+        left_s = max(0.0, begin_s + patience.finals_s - self._clock())
+        # What a worker still had ends as `engine_lost`.
+        await self.supervisor.stop(patience.park_s + left_s)
         await _until(lambda: not self.peers.waiting, FLUSH_LAST_S)
         for alarm in (self._tick_alarm, self._flush_alarm, self._watch_alarm):
             alarm.stop()
+        if self.keeper is not None:
+            await self.keeper.close()
         self._socket.close()
         self._context.term()
 

@@ -1,7 +1,8 @@
 """The sessions that there are: whose they are, what they hold, what has them now. In memory.
 
 The catalog is the owner of a session's tokens between engines: a worker's journal updates them with
-every answer, so that the sessions of a dead worker can be handed to the next.
+every answer, so that the sessions of a dead worker can be handed to the next. What changes in a session that
+was opened it tells to `pending`, from where it is written (`keeper`); `restore` is the way back.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from stateroom.client.errors import Capacity, Exists, NotFound
 from stateroom.client.limits import SESSIONS_MAX, TRUNKS_MAX
 from stateroom.client.protocol import KV, KindCaps, SessionClass, SessionInfo, TrunkInfo
 from stateroom.client.wire import to_wire
-from stateroom.daemon.clock import Clock
+from stateroom.daemon.clock import Clock, WallClock, wall_ms
 from stateroom.daemon.lifecycle import SESSIONS, SessionEvent, SessionState, after
 from stateroom.daemon.link import ChatTurn, Journal, Part
 from stateroom.daemon.parts import Parts
+from stateroom.daemon.shown import plain, shown
+from stateroom.daemon.store.pending import Pending, Unkept
+from stateroom.daemon.store.rows import Everything, ModelRow, SessionRow
 
 SESSION_ID_BYTES = 18  # 144 random bits: an id can't be guessed
 RETRY_AFTER_S = 1.0  # told to whoever meets the limit of sessions
@@ -36,6 +40,7 @@ class Session:
     model: str
     session_class: SessionClass
     ttl_s: float | None
+    created_ms: int  # of the wall clock; all other times are the catalog's clock
     created_s: float
     used_s: float
     parents: list[str] = field(default_factory=list)
@@ -52,6 +57,10 @@ class Session:
     checkpoints: list[int] = field(default_factory=list)
     chat: list[ChatTurn] = field(default_factory=list)
     resident: bool = False
+    snapshot: str | None = None  # the automatic one of its KV, and its bytes on disk
+    snapshot_bytes: int = 0
+    quarantined: str | None = None  # why nothing runs in it
+    suspicion: int = 0  # deaths of workers under it since it last made progress
     kinds: list[KindCaps] = field(default_factory=list)
     generation: int = NO_ENGINE
     running: int | None = None
@@ -64,10 +73,18 @@ class Session:
 
     @property
     def tier(self) -> str:
-        return "resident" if self.resident else "tokens"
+        if self.resident:
+            return "resident"
+        return "tokens" if self.snapshot is None else "disk"
 
     def advance(self, event: SessionEvent) -> None:
         self.state = after(SESSIONS, self.state, event)
+
+    def expires_in_s(self, now_s: float) -> float | None:
+        """Until it is closed when nothing touches it."""
+        if self.ttl_s is None or self.running is not None:
+            return self.ttl_s
+        return max(0.0, self.used_s + self.ttl_s - now_s)
 
     @property
     def capacity_bytes(self) -> int:
@@ -80,11 +97,19 @@ class Catalog:
 
     Attributes:
         parts: what of their KV sessions share now.
+        pending: takes what is to outlive the daemon.
     """
 
-    def __init__(self, clock: Clock, sessions_max: int = SESSIONS_MAX) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Clock,
+        sessions_max: int = SESSIONS_MAX,
+        pending: Pending | None = None,
+        wall_ms: WallClock = wall_ms,
+    ) -> None:
+        self._clock, self._wall_ms = clock, wall_ms
         self._sessions_max = sessions_max
+        self.pending = Unkept() if pending is None else pending
         self._sessions: dict[str, Session] = {}
         self._names: dict[tuple[str, str], Session] = {}
         self._published: dict[tuple[str, str], Session] = {}
@@ -137,7 +162,7 @@ class Catalog:
             raise Capacity(
                 f"There can be {self._sessions_max} sessions; close some.", retry_after_s=RETRY_AFTER_S
             )
-        now_s = self._clock()
+        now_s, now_ms = self._clock(), self._wall_ms()
         made = [
             Session(
                 id=secrets.token_urlsafe(SESSION_ID_BYTES),
@@ -146,6 +171,7 @@ class Catalog:
                 model=model,
                 session_class=session_class,
                 ttl_s=ttl_s,
+                created_ms=now_ms,
                 created_s=now_s,
                 used_s=now_s,
                 parents=list(parents),
@@ -157,6 +183,81 @@ class Catalog:
             if session.name is not None:
                 self._names[owner, session.name] = session
         return made
+
+    # ------------------------------------------------------------ what outlives the daemon
+
+    def opened(self, session: Session) -> None:
+        """It was made: from here on it is kept."""
+        self.pending.session(self._row(session))
+        self.pending.changed(session.id, 0, session.tokens)
+        self.pending.chat(session.id, session.chat)
+        self.pending.hurry()
+
+    def record(self, session: Session) -> None:
+        """Something of it changed that isn't its tokens or its chat."""
+        if session.state not in (SessionState.OPENING, SessionState.CLOSED):
+            self.pending.session(self._row(session))
+
+    def loaded(self, model: str, spec: str) -> None:
+        """A model was loaded: from where, for sessions of it that outlive this daemon."""
+        self.pending.put(ModelRow(model, spec, {}, self._wall_ms()))
+
+    def _row(self, session: Session) -> SessionRow:
+        idle_ms = round((self._clock() - session.used_s) * 1000)
+        return SessionRow(
+            id=session.id,
+            owner=session.owner,
+            model=session.model,
+            session_class=session.session_class,
+            created_ms=session.created_ms,
+            used_ms=self._wall_ms() - idle_ms,
+            name=session.name,
+            ttl_s=session.ttl_s,
+            kv=session.kv,
+            parents=session.parents,
+            published_as=session.published_as,
+            trunk=session.trunk,
+            trunk_length=session.trunk_length,
+            snapshot=session.snapshot,
+            quarantined=session.quarantined,
+        )
+
+    def restore(self, kept: Everything) -> None:
+        """Takes in what a daemon before left. All of it is in no worker yet.
+
+        A clock that was set back since makes nothing older than it is.
+        """
+        now_s, now_ms = self._clock(), self._wall_ms()
+        bytes_of = {row.id: row.nbytes for row in kept.snapshots}
+        for stored in kept.sessions:
+            row = stored.row
+            session = Session(
+                id=row.id,
+                owner=row.owner,
+                name=row.name,
+                model=row.model,
+                session_class=row.session_class,
+                ttl_s=row.ttl_s,
+                created_ms=row.created_ms,
+                created_s=now_s - max(0, now_ms - row.created_ms) / 1000,
+                used_s=now_s - max(0, now_ms - row.used_ms) / 1000,
+                parents=row.parents,
+                state=SessionState.IDLE,
+                tokens=stored.tokens,
+                kv=row.kv,
+                published_as=row.published_as,
+                trunk=row.trunk,
+                trunk_length=row.trunk_length,
+                chat=stored.chat,
+                snapshot=row.snapshot,
+                snapshot_bytes=bytes_of.get(row.snapshot or "", 0),
+                quarantined=row.quarantined,
+            )
+            self._sessions[session.id] = session
+            if session.name is not None:
+                self._names[session.owner, session.name] = session
+            if session.published_as is not None:
+                self._published[session.owner, session.published_as] = session
 
     # ------------------------------------------------------------ published trunks
 
@@ -240,6 +341,8 @@ class Catalog:
         """Takes a closed session out; its name is free again."""
         assert session.state is SessionState.CLOSED
         self._hold(session, [])
+        self.pending.closed(session.id)
+        self.pending.hurry()
         del self._sessions[session.id]
         if session.name is not None:
             del self._names[session.owner, session.name]
@@ -252,6 +355,7 @@ class Catalog:
         """Takes what changed in a session, as the worker of its `generation` tells it."""
         if not 0 <= change.keep <= len(session.tokens):
             raise AssertionError(f"a journal keeps {change.keep} of {len(session.tokens)} tokens")
+        before = session.length, session.snapshot, session.trunk_length
         del session.tokens[change.keep :]
         session.trunk_length = min(session.trunk_length, change.keep)  # what follows is no trunk's
         session.tokens.extend(change.tokens)
@@ -265,6 +369,21 @@ class Catalog:
             session.trim_floor, session.checkpoints = change.trim_floor, change.checkpoints or []
         if change.chat is not None:
             session.chat = change.chat
+        if change.snapshot is not None:
+            session.snapshot = change.snapshot or None
+            session.snapshot_bytes = session.snapshot_bytes if session.snapshot else 0
+        if session.state is not SessionState.OPENING:
+            self._keep(session, change, before)
+
+    def _keep(self, session: Session, change: Journal, before: tuple[int, str | None, int]) -> None:
+        """Tells what outlives the daemon of a change. `before`: length, snapshot, tokens of a trunk."""
+        length, *row = before
+        if change.tokens or change.keep < length:
+            self.pending.changed(session.id, change.keep, change.tokens)
+        if change.chat is not None:
+            self.pending.chat(session.id, session.chat)
+        if row != [session.snapshot, session.trunk_length]:
+            self.record(session)
 
     def forget_engine(self, session: Session) -> None:
         """Its worker is gone: what remains is its tokens."""
@@ -284,6 +403,7 @@ class Catalog:
 
     def touch(self, session: Session) -> None:
         session.used_s = self._clock()
+        self.record(session)
 
     def expired(self) -> list[Session]:
         """Idle sessions that nobody used for their `ttl_s`."""
@@ -306,83 +426,19 @@ class Catalog:
         kinds = {known: to_wire(each) for known, each in kinds_of.items()}
         published = self._names_published()
         return [
-            (session, _plain(session, self.split(session), published.get(session.id, []), now_s, kinds))
+            (
+                session,
+                plain(
+                    session,
+                    self.split(session),
+                    published.get(session.id, []),
+                    now_s,
+                    kinds[id(session.kinds)],
+                ),
+            )
             for session in self.owned(owner)
         ]
 
     def info(self, session: Session) -> SessionInfo:
-        now_s = self._clock()
-        private_bytes, shared_bytes = self.split(session)
-        return SessionInfo(
-            session=session.id,
-            name=session.name,
-            owner=session.owner,
-            model=session.model,
-            session_class=session.session_class,
-            length=session.length,
-            state=_SHOWN_AS[session.state],
-            tier=session.tier,
-            kinds=session.kinds,
-            private_bytes=private_bytes,
-            shared_bytes=shared_bytes,
-            live_bytes=session.live_bytes,
-            capacity_bytes=session.capacity_bytes,
-            trim_floor=session.trim_floor,
-            checkpoints=list(session.checkpoints),
-            age_s=now_s - session.created_s,
-            idle_s=now_s - session.used_s if session.running is None else 0.0,
-            ttl_s=session.ttl_s,
-            parents=list(session.parents),
-            published=self._names_published().get(session.id, []),
-            trunk=session.trunk,
-            running=session.running_op,
-        )
-
-
-_SHOWN_AS = {
-    SessionState.OPENING: "running",
-    SessionState.IDLE: "idle",
-    SessionState.RUNNING: "running",
-    SessionState.REPLACING: "running",
-    SessionState.ENDING: "running",
-    SessionState.CLOSING: "running",
-    SessionState.CLOSED: "idle",
-}
-
-
-def _plain(
-    session: Session,
-    split: tuple[int, int],
-    published: list[str],
-    now_s: float,
-    kinds: dict[int, Any],
-) -> dict[str, Any]:
-    made: dict[str, Any] = {
-        "session": session.id,
-        "owner": session.owner,
-        "model": session.model,
-        "class": session.session_class,
-        "length": len(session.tokens),
-        "state": _SHOWN_AS[session.state],
-        "tier": session.tier,
-        "kinds": kinds[id(session.kinds)],
-        "private_bytes": split[0],
-        "shared_bytes": split[1],
-        "live_bytes": session.live_bytes,
-        "capacity_bytes": session.capacity_bytes,
-        "trim_floor": session.trim_floor,
-        "checkpoints": session.checkpoints,
-        "age_s": now_s - session.created_s,
-        "idle_s": now_s - session.used_s if session.running is None else 0.0,
-        "parents": session.parents,
-        "published": published,
-    }
-    if session.name is not None:
-        made["name"] = session.name
-    if session.ttl_s is not None:
-        made["ttl_s"] = session.ttl_s
-    if session.trunk is not None:
-        made["trunk"] = session.trunk
-    if session.running_op is not None:
-        made["running"] = session.running_op
-    return made
+        published = self._names_published().get(session.id, [])
+        return shown(session, self.split(session), published, self._clock())

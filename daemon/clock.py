@@ -9,6 +9,12 @@ Clock = Callable[[], float]  # seconds since some fixed moment; never goes back,
 
 monotonic_s: Clock = time.monotonic
 
+WallClock = Callable[[], int]  # milliseconds since 1970: for what outlives a boot, and nothing else
+
+
+def wall_ms() -> int:
+    return time.time_ns() // 1_000_000
+
 
 class ManualClock:
     """A clock that stands until it is moved."""

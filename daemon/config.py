@@ -32,9 +32,11 @@ class Patience:
     restart_most_s: float = 30.0
     stable_s: float = 60.0  # a worker that was ready for so long starts with the first pause again
     hold_s: float = 5.0  # requests wait for a restart that is no further away than this
-    finals_s: float = 1.5  # at the daemon's end: for running requests to end as cancelled
-    leave_s: float = 1.0  # at the daemon's end: for workers to leave before SIGTERM
-    kill_s: float = 0.5  # at the daemon's end: from SIGTERM to SIGKILL
+    # At the daemon's end, all of it within 4.5 s: launchd may kill it 5 s after it has asked.
+    finals_s: float = 1.0  # for running requests to end as cancelled
+    park_s: float = 1.5  # for workers to save sessions, longer by what was left of `finals_s`
+    leave_s: float = 0.6  # and then to leave before SIGTERM
+    kill_s: float = 0.4  # from SIGTERM to SIGKILL
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ class Config:
     runtime_dir: Path
     models_dir: Path
     state_dir: Path | None = None  # what outlives the daemon; None: nothing does
+    keys_dir: Path | None = None  # of the network's keys
+    listen: str | None = None  # a second endpoint, tcp://
+    insecure_loopback: bool = False  # tcp:// without keys, on this machine alone
     models: tuple[ModelSpec, ...] = ()  # loaded at start; the first is the default
     allow_any_model: bool = False  # clients may name paths and Hugging Face ids
     kv_budget_bytes: int | None = None

@@ -6,6 +6,7 @@ engine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -54,6 +55,7 @@ from stateroom.client.protocol import (
 )
 from stateroom.client.wire import PlainResult, to_wire
 from stateroom.daemon.catalog import Catalog, Session
+from stateroom.daemon.keys import Guest
 from stateroom.daemon.lifecycle import RequestEvent, RequestState
 from stateroom.daemon.logs import incident
 from stateroom.daemon.metrics import Metrics
@@ -89,10 +91,13 @@ class Desk:
         self._supervisor, self._work, self._watchers = supervisor, work, watchers
         self._shelf, self._metrics, self._log = shelf, metrics, log
         self.admitting = True
+        self.more_gauges: list[Callable[[], dict[str, float]]] = []  # of parts that only some daemons have
 
-    def receive(self, routing_id: bytes, descriptor: int, frames: list[bytes]) -> None:
-        """One message: `[body]` of a DEALER, `[b"", body]` of a REQ."""
-        peer, new = self._peers.of(routing_id, descriptor)
+    def receive(
+        self, routing_id: bytes, descriptor: int, frames: list[bytes], guest: Guest | None = None
+    ) -> None:
+        """One message: `[body]` of a DEALER, `[b"", body]` of a REQ. `guest`: who came with a key."""
+        peer, new = self._peers.of(routing_id, descriptor, guest)
         if new:
             self._metrics.count("clients_seen")
         if peer.deaf:
@@ -131,6 +136,11 @@ class Desk:
                 self._tickets.reply(ticket, internal.body())
 
     def _inadmissible(self, peer: Peer, parsed: Parsed) -> StateroomError | None:
+        if peer.name_chosen:
+            return Invalid(
+                "Your socket chose its routing id; another may choose the same and get your late replies. "
+                "Leave ZMQ_ROUTING_ID unset."
+            )
         if not self.admitting:
             return ShuttingDown("The daemon is stopping; nothing was changed.")
         if parsed.id in peer.open:
@@ -226,7 +236,8 @@ class Desk:
 
     def _hello(self, ticket: Ticket, peer: Peer, request: Hello) -> None:
         if request.app is not None:
-            peer.app = ticket.owner = request.app
+            peer.call_itself(request.app)
+            ticket.owner = peer.app
         peer.client = request.client or peer.client
         body = HelloResult(
             server=SERVER,
@@ -297,6 +308,8 @@ class Desk:
             "trunk_bytes": parts.trunk_bytes,
             "engines_ready": sum(engine.ready for engine in self._supervisor.engines),
         }
+        for more in self.more_gauges:
+            gauges |= more()
         models = [engine.health() for engine in self._supervisor.engines]
         return StatsResult(counters=self._metrics.counters(), gauges=gauges, models=models)
 

@@ -7,6 +7,7 @@ or a Hugging Face id from the wire is served only by a daemon that was told to.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from stateroom.client.errors import NotFound
@@ -23,6 +24,7 @@ class Shelf:
         self._given = {spec.id: spec for spec in given}
         self._models_dir = models_dir
         self._allow_any = allow_any
+        self._remembered: dict[str, ModelSpec] = {}
 
     def all(self) -> list[ModelSpec]:
         """Given ones first, then installed ones by name."""
@@ -49,6 +51,25 @@ class Shelf:
         if self._allow_any:
             return self._anything(reference)
         raise NotFound("There is no such model here; `hello` lists those there are.", field="model")
+
+    def remember(self, specs: Iterable[ModelSpec]) -> None:
+        """Models that sessions of a daemon before are of, as it had loaded them."""
+        self._remembered |= {spec.id: spec for spec in specs}
+
+    def recall(self, model: str) -> ModelSpec:
+        """The model that a session is of, whether or not a client may name it.
+
+        Raises:
+            NotFound: it isn't here any more.
+        """
+        found = {spec.id: spec for spec in self.all()}.get(model) or self._remembered.get(model)
+        if found is None:
+            raise NotFound(
+                f"The session's model, {model!r}, is not here any more: install it again, or give it to "
+                "`serve`. The session keeps its tokens.",
+                field="model",
+            )
+        return found
 
     def _anything(self, reference: str) -> ModelSpec:
         if looks_like_path(reference):

@@ -12,7 +12,7 @@ import itertools
 import os
 import signal
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -287,14 +287,14 @@ class Engine:
             supervisor.log.warning("engine silent", model=self.id, pid=self.pid)
             supervisor.listener.on_silent(self, now_s - self.pulse_s)
 
-    async def stop(self, leave_s: float, term_s: float) -> None:
-        """Asks the worker to leave, then insists. Returns once it is gone."""
+    async def stop(self, leave_s: float, term_s: float, park_s: float = 0.0) -> None:
+        """Asks the worker to park its sessions and leave, then insists. Returns once it is gone."""
         if self.state is EngineState.STOPPED:
             return
         if self.state is not EngineState.STOPPING:
             self.advance(EngineEvent.STOP)
-        self.send(Stop())
-        for how, wait_s in ((None, leave_s), (signal.SIGTERM, term_s), (signal.SIGKILL, None)):
+        self.send(Stop(park_s))
+        for how, wait_s in ((None, park_s + leave_s), (signal.SIGTERM, term_s), (signal.SIGKILL, None)):
             if how is not None:
                 self.kill("it was asked to stop and did not", how)
             if self.life is None or await _over(self.life, wait_s):
@@ -302,9 +302,14 @@ class Engine:
 
 
 class Supervisor:
-    """All engines. `listener` must be set before the first one starts."""
+    """All engines. `listener` must be set before the first one starts.
+
+    Attributes:
+        recall: the model that sessions are of, by its id; raises `NotFound` when it isn't here any more.
+    """
 
     listener: Listener
+    recall: Callable[[str], ModelSpec]
 
     def __init__(
         self,
@@ -326,8 +331,8 @@ class Supervisor:
         return list(self._engines.values())
 
     def engine(self, model: str) -> Engine:
-        """The engine of a model that was served before."""
-        return self._engines[model]
+        """The engine of a model that there are sessions of; raises what `recall` does."""
+        return self._engines.get(model) or self.engine_for(self.recall(model))
 
     def engine_for(self, spec: ModelSpec) -> Engine:
         """The engine of a model, made (not started) if there is none."""
@@ -366,10 +371,10 @@ class Supervisor:
         for engine in self.engines:
             engine.tick()
 
-    async def stop(self) -> None:
-        """Ends all workers within the patience for the daemon's end."""
+    async def stop(self, park_s: float = 0.0) -> None:
+        """Ends all workers within the patience for the daemon's end; they may park for so long before."""
         patience = self.config.patience
-        await asyncio.gather(*(e.stop(patience.leave_s, patience.kill_s) for e in self.engines))
+        await asyncio.gather(*(e.stop(patience.leave_s, patience.kill_s, park_s) for e in self.engines))
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def next_generation(self) -> int:

@@ -7,7 +7,7 @@ one edit of each session's tokens is kept.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from stateroom.daemon.link import ChatTurn
@@ -57,19 +57,23 @@ class Batch:
     sessions: dict[str, Delta] = field(default_factory=dict)
     rows: dict[tuple[type[Row], str], Row | None] = field(default_factory=dict)
 
-    def __bool__(self) -> bool:
-        return bool(self.sessions or self.rows)
+    def __len__(self) -> int:
+        return len(self.sessions) + len(self.rows)
 
 
 class Pending:
-    """Takes messages in the order of time. Cheap: nothing is written here."""
+    """Takes messages in the order of time. Cheap: nothing is written here.
 
-    def __init__(self) -> None:
+    `news(urgent)` is called with each.
+    """
+
+    def __init__(self, news: Callable[[bool], None] = lambda urgent: None) -> None:
         self._batch = Batch()
+        self._news = news
 
-    def __bool__(self) -> bool:
-        """Something waits to be written."""
-        return bool(self._batch)
+    def __len__(self) -> int:
+        """How many sessions and rows wait to be written."""
+        return len(self._batch)
 
     def session(self, row: SessionRow) -> None:
         """It was opened, named, used: the whole row as it is now. The first message of a session."""
@@ -90,10 +94,16 @@ class Pending:
     def put(self, row: Row) -> None:
         """A snapshot or model, new or as it is now."""
         self._batch.rows[type(row), row.key] = row
+        self._news(False)
 
     def drop(self, kind: type[Row], key: str) -> None:
         """It is gone."""
         self._batch.rows[kind, key] = None
+        self._news(False)
+
+    def hurry(self) -> None:
+        """What has come so far is to outlive even a loss of power as soon as can be."""
+        self._news(True)
 
     def take(self) -> Batch:
         """All that waits, to be written now; what comes from here on waits for the next time."""
@@ -110,3 +120,17 @@ class Pending:
     def _add(self, session: str, delta: Delta) -> None:
         before = self._batch.sessions.get(session)
         self._batch.sessions[session] = delta if before is None else before.then(delta)
+        self._news(False)
+
+
+class Unkept(Pending):
+    """Of a daemon that keeps nothing: what comes is let go."""
+
+    def put(self, row: Row) -> None:
+        pass
+
+    def drop(self, kind: type[Row], key: str) -> None:
+        pass
+
+    def _add(self, session: str, delta: Delta) -> None:
+        pass

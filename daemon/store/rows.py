@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from stateroom.client.protocol import KV, SessionClass
+from stateroom.daemon.link import ChatTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +65,19 @@ class ModelRow:
 
 
 Row = SnapshotRow | ModelRow
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSession:
+    row: SessionRow
+    tokens: array[int]
+    chat: list[ChatTurn]
+
+
+@dataclass(frozen=True, slots=True)
+class Everything:
+    """What a daemon begins with."""
+
+    sessions: list[StoredSession] = field(default_factory=list)
+    snapshots: list[SnapshotRow] = field(default_factory=list)
+    models: list[ModelRow] = field(default_factory=list)

@@ -21,26 +21,10 @@ from stateroom.daemon.store import schema
 from stateroom.daemon.store.database import connect, told
 from stateroom.daemon.store.pending import Batch, Delta, Edit
 from stateroom.daemon.store.refusals import Corrupt
-from stateroom.daemon.store.rows import ModelRow, SessionRow, SnapshotRow
+from stateroom.daemon.store.rows import Everything, StoredSession
 from stateroom.daemon.store.schema import PIECE_TOKENS, PIECES_MAX, SESSIONS, TOKEN_BYTES
 
 FREE_PAGES_MAX = 256  # more are given back to the disk, so many with each flush: 1 MiB
-
-
-@dataclass(frozen=True, slots=True)
-class StoredSession:
-    row: SessionRow
-    tokens: array[int]
-    chat: list[ChatTurn]
-
-
-@dataclass(frozen=True, slots=True)
-class Everything:
-    """What a daemon begins with."""
-
-    sessions: list[StoredSession] = field(default_factory=list)
-    snapshots: list[SnapshotRow] = field(default_factory=list)
-    models: list[ModelRow] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,7 @@ def test_a_listing_is_what_info_tells_in_wire_form() -> None:
     catalog.journal(full, Journal(full.id, 0, [1, 2, 3], private_bytes=10, parts=[Part(1, 5, True)]))
     full.advance(SessionEvent.START)
     full.running, full.running_op = 7, "decode"
-    full.trunk = "a trunk"
+    full.trunk, full.quarantined = "a trunk", "it kills"
     catalog.publish(full, "shown").advance(SessionEvent.OPENED)
     assert catalog.info(full).published == ["shown"]
     listed = catalog.listed("app")

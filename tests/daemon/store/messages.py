@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from stateroom.client.protocol import KV, Message
 from stateroom.daemon.link import ChatTurn
 from stateroom.daemon.store.pending import Pending
-from stateroom.daemon.store.rows import ModelRow, Row, SessionRow, SnapshotRow
-from stateroom.daemon.store.store import Everything
+from stateroom.daemon.store.rows import Everything, ModelRow, Row, SessionRow, SnapshotRow
 
 TOKEN_MAX = 2**32 - 1
 MESSAGES = ("open", "change", "trim", "chat", "row", "close", "other")
