@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 from stateroom.daemon.budget import DUST_PART, FLOOR_PART, REST_S, STEP_PART, WANT_S, KvBudget
 
 TOTAL = 64_000
-HAPPENINGS = [
-    *("start", "ready", "busy", "short", "end", "time"),
-    *("read", "deliver", "grow") * 2,
-    "deliver",
-]
+HAPPENINGS = ["start", "ready", "busy", "short", "end", "time", *["read", "deliver", "grow"] * 2, "deliver"]
 
 
 @dataclass
@@ -109,9 +105,7 @@ class World:
         chance = self.random
         ready = [worker for worker in self.workers.values() if worker.ready]
         waiting = [worker for worker in self.workers.values() if not worker.ready]
-        what = chance.choice(
-            "start ready read read deliver deliver deliver grow grow busy short end time".split()
-        )
+        what = chance.choice(HAPPENINGS)
         if what == "start" and len(self.workers) < 5:
             self.start()
         elif what == "ready" and waiting:
