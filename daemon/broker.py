@@ -20,8 +20,10 @@ from stateroom.daemon.blas import Blas
 from stateroom.daemon.catalog import Catalog
 from stateroom.daemon.clock import Clock, monotonic_s
 from stateroom.daemon.config import Config, ModelSpec
+from stateroom.daemon.curve import Door
 from stateroom.daemon.desk import Desk
 from stateroom.daemon.keeper import Keeper, open_store
+from stateroom.daemon.keys import Keys, over_network
 from stateroom.daemon.logs import incident
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer, Peers
@@ -46,10 +48,11 @@ class Broker:
         self, config: Config, log: FilteringBoundLogger, blas: Blas, clock: Clock = monotonic_s
     ) -> None:
         self.config, self.log, self._clock = config, log, clock
+        keys = Keys(config.keys_dir)
+        self._pair = None if config.insecure_loopback else keys.pair_for(config.endpoint, config.listen)
         self.keeper = None if config.state_dir is None else Keeper(open_store(config.state_dir), clock, log)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._keys = demanded(config)
-        self._door = Door(self._context, self._keys) if self._keys else None
+        self._door = Door(self._context, keys) if self._pair else None
         self._socket = PublicSocket(
             self._context,
             lambda routing_id, fd, frames, guest: self.desk.receive(routing_id, fd, frames, guest),
@@ -108,7 +111,11 @@ class Broker:
     def start(self) -> str:
         """Binds, starts the engines of the given models, and gives the endpoint."""
         asyncio.get_running_loop().set_exception_handler(self._unexpected)
-        endpoint = self._socket.bind(self.config.endpoint)
+        # Keys are demanded at all that is bound after they first were: local endpoints go before.
+        config = self.config
+        endpoint = self._socket.bind(config.endpoint, self._pair if over_network(config.endpoint) else None)
+        if config.listen is not None:
+            self.listening = self._socket.bind(config.listen, self._pair)
         for spec in self.config.models:
             self.supervisor.ensure(self.supervisor.engine_for(spec))
         self._tick_alarm.ring_in(TICK_S)
@@ -132,9 +139,17 @@ class Broker:
         self._context.term()
 
     def _tick(self) -> None:
+        if self._door is not None:
+            self._expel(self._door)
         self._tick_alarm.ring_in(TICK_S)
         self.work.expire()
         self.supervisor.tick()
+
+    def _expel(self, door: Door) -> None:
+        door.allowed.refresh()
+        expelled = self.peers.expel(lambda guest: not door.allowed.knows(guest))
+        if expelled:
+            self.log.info("keys revoked", connections=expelled)
 
     def _flush(self) -> None:
         self.peers.flush()

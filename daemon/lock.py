@@ -39,8 +39,8 @@ class Holder:
 def make_private(directory: Path, others: int = OTHERS) -> None:
     """Makes the directory with mode 0700, or sees that the one there is ours alone.
 
-    `others`: what nobody else may do there, by default anything. A directory above it that everybody can write
-    to must have the sticky bit (`/tmp` has), or ours could be replaced.
+    `others`: what nobody else may do there, by default anything. A directory above it that everybody can
+    write to must have the sticky bit (`/tmp` has), or ours could be replaced.
 
     Raises:
         Leave: it isn't. Nothing is changed: whoever opened it may have had a reason.

@@ -14,11 +14,13 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from stateroom.client.limits import OUTBOX_MESSAGES_MAX, REQUESTS_PER_CLIENT_MAX
+from stateroom.daemon.keys import Guest
 
 if TYPE_CHECKING:
     from stateroom.daemon.tickets import Ticket
 
 DEFAULT_APP = "default"
+OWN_NAME = b"\0"  # what routing ids begin with that ZeroMQ chose: it never gives one twice
 OUTBOX_BYTES_MAX = 64 * 1024 * 1024  # of one client; four of the largest replies
 FINALS_MAX = OUTBOX_MESSAGES_MAX + 2 * REQUESTS_PER_CLIENT_MAX  # final replies waiting beside stream replies
 RECENT_MAX = REQUESTS_PER_CLIENT_MAX  # ended request ids remembered, so that a late cancel is no error
@@ -35,17 +37,30 @@ Transmit = Callable[[bytes, list[bytes]], Delivery]
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One connection. `app` is the owner of what it opens."""
+    """One connection. `app` is the owner of what it opens; below its name, for who came with a key."""
 
     routing_id: bytes
     descriptor: int
-    app: str = DEFAULT_APP
+    guest: Guest | None = None
+    app: str = ""
     client: str = ""
     open: dict[int, Ticket] = field(default_factory=dict)
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_MAX))
     outbox: deque[list[bytes]] = field(default_factory=deque)
     outbox_bytes: int = 0
     gone: bool = False  # nothing is sent to it any more
+
+    def __post_init__(self) -> None:
+        self.call_itself(self.app or DEFAULT_APP)
+
+    def call_itself(self, app: str) -> None:
+        """Takes the app's own word for who it is, as far as its key goes: it can be nobody beyond that."""
+        self.app = app if self.guest is None else f"{self.guest.name}/{app}"
+
+    @property
+    def name_chosen(self) -> bool:
+        """It chose its routing id, which another may choose, too, and get late replies that are not his."""
+        return not self.routing_id.startswith(OWN_NAME)
 
     @property
     def full(self) -> bool:
@@ -82,15 +97,15 @@ class Peers:
     def waiting(self) -> bool:
         return bool(self._waiting)
 
-    def of(self, routing_id: bytes, descriptor: int) -> tuple[Peer, bool]:
+    def of(self, routing_id: bytes, descriptor: int, guest: Guest | None = None) -> tuple[Peer, bool]:
         """The connection a message came by, and whether it is a new one."""
         peer = self._peers.get(routing_id)
-        if peer is not None and not peer.gone and peer.descriptor == descriptor:
+        if peer is not None and not peer.gone and (peer.descriptor, peer.guest) == (descriptor, guest):
             return peer, False
         if peer is not None:  # a client that chose its routing id has connected anew
             self._leaving.append(peer)
             self.bury()
-        peer = self._peers[routing_id] = Peer(routing_id, descriptor)
+        peer = self._peers[routing_id] = Peer(routing_id, descriptor, guest)
         return peer, True
 
     def send(self, peer: Peer, frames: list[bytes], final: bool) -> bool:
@@ -129,6 +144,13 @@ class Peers:
     def lost(self, descriptor: int) -> None:
         """The connection with this descriptor closed. Its last messages are still heard, until `bury`."""
         self._leaving += [peer for peer in self._peers.values() if peer.descriptor == descriptor]
+
+    def expel(self, unwanted: Callable[[Guest], bool]) -> int:
+        """Those whose key is no longer allowed vanish; how many that were. Their sessions stay."""
+        found = [peer for peer in self._peers.values() if peer.guest is not None and unwanted(peer.guest)]
+        self._leaving += found
+        self.bury()
+        return len(found)
 
     def bury(self) -> None:
         """What had come was read: those whose connection closed vanish. Call it after sending, too."""

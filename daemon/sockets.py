@@ -17,6 +17,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from stateroom.client.limits import MESSAGE_BYTES_MAX
+from stateroom.daemon.curve import Door, demand_keys
+from stateroom.daemon.keys import Guest, Pair
 from stateroom.daemon.peers import Delivery
 
 BURST_MAX = 64  # messages of one socket handled before others get their turn
@@ -100,9 +102,10 @@ class _Pump:
 class PublicSocket:
     """The ROUTER that clients connect to.
 
-    `on_message(routing id, descriptor, frames after the routing id)`. `on_gone(descriptor)` once a connection
-    closed, before any message of a successor with its descriptor; messages of its own may follow until
-    `on_drained()`, which is called when what had come was received.
+    `on_message(routing id, descriptor, frames after the routing id, guest)`. `on_gone(descriptor)` once a
+    connection closed, before any message of a successor with its descriptor; messages of its own may follow
+    until `on_drained()`, which is called when what had come was received. `door`: knows whom a key lets in,
+    where some endpoint demands keys; it is closed with this. A key that was revoked isn't heard any more.
 
     Attributes:
         own_user_only: the kernel is asked whose a connection is.
@@ -111,10 +114,12 @@ class PublicSocket:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        on_message: Callable[[bytes, int, list[bytes]], None],
+        on_message: Callable[[bytes, int, list[bytes], Guest | None], None],
         on_gone: Callable[[int], None],
         on_drained: Callable[[], None],
+        door: Door | None = None,
     ) -> None:
+        self._door = door
         self._on_message, self._on_gone, self._on_drained = on_message, on_gone, on_drained
         self._alive: set[int] = set()
         self._socket = context.socket(zmq.ROUTER)
@@ -133,11 +138,19 @@ class PublicSocket:
         self._monitor.connect(events)
         self._pumps: list[_Pump] = []
 
-    def bind(self, endpoint: str) -> str:
-        """Binds, begins to receive, and gives the endpoint with its real port."""
+    def bind(self, endpoint: str, pair: Pair | None = None) -> str:
+        """Binds, begins to receive, and gives the endpoint with its real port.
+
+        `pair`: keys are demanded there, and at what is bound later.
+        """
+        if pair is not None:
+            demand_keys(self._socket, pair)
         self._socket.bind(endpoint)
-        messages = _Pump(self._socket, self._receive, self._on_drained)
-        self._pumps = [messages, _Pump(self._monitor, self._receive_event, messages.look)]
+        if not self._pumps:
+            messages = _Pump(self._socket, self._receive, self._on_drained)
+            self._pumps = [messages, _Pump(self._monitor, self._receive_event, messages.look)]
+            if self._door is not None:
+                self._pumps.append(_Pump(self._door.socket, self._door.answer))
         bound = self._socket.get(zmq.LAST_ENDPOINT)
         return (bound.decode() if isinstance(bound, bytes) else str(bound)).rstrip("\0")
 
@@ -165,6 +178,8 @@ class PublicSocket:
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
+        if self._door is not None:
+            self._door.close()
 
     def _receive_event(self) -> None:
         event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
@@ -185,9 +200,20 @@ class PublicSocket:
         except zmq.ZMQError:
             # ZeroMQ 2 (ZMTP 1.0), which any garbage looks like, names no connection: its end would go unseen.
             return
-        self._on_message(frames[0].bytes, descriptor, [frame.bytes for frame in frames[1:]])
+        allowed, guest = (True, None) if self._door is None else self._guest(self._door, frames[-1])
+        if allowed:
+            self._on_message(frames[0].bytes, descriptor, [frame.bytes for frame in frames[1:]], guest)
         if descriptor not in self._alive:
             self._on_gone(descriptor)  # its last message came after its end was told
+
+    def _guest(self, door: Door, frame: zmq.Frame) -> tuple[bool, Guest | None]:
+        """Whether who sent this may still be heard, and whose key it was."""
+        try:
+            user = str(frame.get("User-Id"))
+        except zmq.ZMQError:
+            return True, None  # it came by an endpoint that demands none
+        guest = door.allowed.guest(user)
+        return guest is not None, guest
 
 
 class LinkSocket:

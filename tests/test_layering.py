@@ -49,7 +49,7 @@ LAYERS = (
 MLX = re.compile(r"mlx|mlx_lm|mlx_metal")
 MAY_IMPORT_MLX = re.compile(r"kernels/.*|caches/(?!(layout|reach)\.py).*|daemon/engine/.*")
 MAY_IMPORT_ZMQ = re.compile(
-    r"client/(blocking|asynchronous)\.py|daemon/(broker|serve|sockets|supervisor)\.py"
+    r"client/(blocking|asynchronous)\.py|daemon/(broker|curve|serve|sockets|supervisor)\.py"
     r"|daemon/engine/(worker|profile)\.py"
 )
 
@@ -128,7 +128,7 @@ def test_only_the_shells_and_the_gpu_side_import_it(
 def test_one_thread_owns_mlx_and_no_process_is_forked(trees: dict[str, ast.AST]) -> None:
     """B56, B57: streams of mlx belong to a thread; a fork after its first step, or ZeroMQ's, hangs.
 
-    The worker may start one thread, which watches a pipe and touches nothing of mlx.
+    A worker has two threads more, of which one watches a pipe, the other does files; neither touches mlx.
     """
     concurrency = re.compile(r"(threading|concurrent|multiprocessing|asyncio|_thread)(\..*)?")
     threads = [
@@ -137,7 +137,7 @@ def test_one_thread_owns_mlx_and_no_process_is_forked(trees: dict[str, ast.AST])
         for module, _, _ in imports_of(tree)
         if MAY_IMPORT_MLX.fullmatch(name) and concurrency.fullmatch(module)
     ]
-    assert set(threads) <= {"daemon/engine/worker.py"}
+    assert set(threads) <= {"daemon/engine/files.py", "daemon/engine/worker.py"}
     forks = [
         f"{name}:{node.lineno}"
         for name, tree in trees.items()

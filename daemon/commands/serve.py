@@ -15,6 +15,7 @@ from stateroom.client.limits import BATCH_MAX
 from stateroom.client.paths import check_endpoint, default_endpoint, home_dir, ipc_path, runtime_dir
 from stateroom.daemon.config import STATE_NAME, Config, model_specs, parse_bytes, parse_weights
 from stateroom.daemon.exits import CONFIG, Leave
+from stateroom.daemon.keys import KEYS_NAME, Keys, over_network
 from stateroom.daemon.logs import LogFormat
 from stateroom.daemon.models import models_dir
 
@@ -27,6 +28,13 @@ def serve(
         typer.Option(help="To load: an installed name, a directory, a GGUF file or a Hugging Face id."),
     ] = None,
     endpoint: Annotated[str | None, typer.Option(help="Where to listen", envvar="STATEROOM_ENDPOINT")] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(help="A second endpoint, tcp://HOST:PORT, for those with a key: see `stateroom keys`."),
+    ] = None,
+    insecure_loopback: Annotated[
+        bool, typer.Option(help="Serve tcp:// without keys, on this machine, to every user of it.")
+    ] = False,
     home: Annotated[
         Path | None, typer.Option(help="Where models and sessions are kept", envvar="STATEROOM_HOME")
     ] = None,
@@ -72,13 +80,21 @@ def serve(
         check_endpoint(where)
     except BadEndpoint as error:
         raise Leave(CONFIG, str(error)) from error
-    check_public(where)
+    keys_dir = home_dir() / KEYS_NAME
+    check_public(where, insecure_loopback)
+    if listen is not None:
+        check_second(listen, insecure_loopback)
+    if not insecure_loopback:
+        Keys(keys_dir).pair_for(where, listen)
     path = ipc_path(where)
     config = Config(
         endpoint=where if path is None else f"ipc://{path}",
         runtime_dir=runtime_dir(),
         models_dir=models_dir(),
         state_dir=home_dir() / STATE_NAME,
+        keys_dir=keys_dir,
+        listen=listen,
+        insecure_loopback=insecure_loopback,
         models=model_specs(model or [], models_dir()),
         allow_any_model=allow_any_model,
         kv_budget_bytes=parse_bytes(kv_budget) if kv_budget else None,
@@ -92,22 +108,31 @@ def serve(
     raise typer.Exit(run(config))
 
 
-def check_public(endpoint: str) -> None:
-    """Refuses an endpoint that others on the network could reach: nothing there asks who they are.
+def check_public(endpoint: str, insecure: bool) -> None:
+    """Refuses an endpoint where somebody could come whom nothing there would ask who he is.
 
     Raises:
-        Leave: it is not `ipc://` with a path, nor `tcp://` on this machine alone.
+        Leave: it is not `ipc://` with a path, nor `tcp://`; or without keys and not on this machine alone.
     """
     if endpoint.startswith("ipc://"):
         if ipc_path(endpoint) is None:
             raise Leave(CONFIG, "An abstract socket (ipc://@…) is open to every user; name a path.")
-        return
-    host = urlsplit(endpoint).hostname or ""
-    if endpoint.startswith("tcp://"):
-        try:
-            if ipaddress.ip_address(host).is_loopback:
-                return
-        except ValueError:
-            pass
-        raise Leave(CONFIG, f"tcp is served on this machine alone: tcp://127.0.0.1:PORT, not {endpoint}.")
-    raise Leave(CONFIG, f"The daemon listens on ipc:// or tcp://127.0.0.1, not on {endpoint}.")
+    elif not over_network(endpoint):
+        raise Leave(CONFIG, f"The daemon listens on ipc:// or tcp://, not on {endpoint}.")
+    elif insecure and not on_loopback(endpoint):
+        raise Leave(CONFIG, f"Without keys tcp is served on this machine alone, not at {endpoint}.")
+
+
+def check_second(endpoint: str, insecure: bool) -> None:
+    """Raises: Leave: a second endpoint that isn't `tcp://`, or that `check_public` refuses."""
+    if not over_network(endpoint):
+        raise Leave(CONFIG, f"--listen takes tcp://HOST:PORT, not {endpoint}.")
+    check_public(endpoint, insecure)
+
+
+def on_loopback(endpoint: str) -> bool:
+    """Whether the address is this machine's alone, as it stands: names are not looked up."""
+    try:
+        return ipaddress.ip_address(urlsplit(endpoint).hostname or "").is_loopback
+    except ValueError:
+        return False

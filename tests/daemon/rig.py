@@ -32,7 +32,7 @@ class Rig:
     """A running broker. Its state may be read from the test through `look`, which runs in its loop."""
 
     def __init__(self, folder: Path, models: tuple[ModelSpec, ...], **options: Any) -> None:
-        self.endpoint = f"ipc://{folder}/stateroom.sock"
+        self.endpoint = options.pop("endpoint", f"ipc://{folder}/stateroom.sock")
         self.folder = folder
         self.log = io.StringIO()
         self.config = Config(

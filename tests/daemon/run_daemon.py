@@ -23,6 +23,7 @@ def main(runtime_dir: str, endpoint: str, *scripts: str) -> int:
         models=tuple(ModelSpec(f"toy{number}", script) for number, script in enumerate(scripts)),
         worker_command=WORKER,
         log_format="json",
+        insecure_loopback=True,
     )
     try:
         return serve(config)

@@ -162,7 +162,7 @@ def test_what_is_no_socket_is_never_touched(place: Place, kind: str) -> None:
 
 
 def test_a_directory_that_others_can_write_is_refused(place: Place) -> None:
-    """B63: whoever can write there can put a socket of his own in place of ours. Nobody looks there, either."""
+    """B63: whoever can write there can put a socket of his own in place of ours; others see nothing."""
     place.run.mkdir()
     for wrong in (0o777, 0o770, 0o1777, 0o755, 0o711):
         place.run.chmod(wrong)
@@ -285,10 +285,15 @@ def test_the_command_stops_what_runs(place: Place) -> None:
         (["--model", "/no/such/model"], {}, "There is no model at /no/such/model."),
         (["--model", "/" + "x" * 1023], {}, "There is no model at /xxx"),
         (["--kv-budget", "much"], {}, "'much' is no size"),
-        (["--endpoint", "tcp://0.0.0.0:5555"], {}, "this machine alone"),
-        (["--endpoint", "tcp://example.org:5555"], {}, "this machine alone"),
+        (["--endpoint", "tcp://0.0.0.0:5555"], {}, "stateroom keys init"),
+        (["--endpoint", "tcp://127.0.0.1:5555"], {}, "stateroom keys init"),
+        (["--listen", "tcp://127.0.0.1:5555"], {}, "stateroom keys init"),
+        (["--listen", "ipc:///tmp/s"], {}, "--listen takes tcp://HOST:PORT"),
+        (["--insecure-loopback", "--endpoint", "tcp://0.0.0.0:5555"], {}, "this machine alone"),
+        (["--insecure-loopback", "--endpoint", "tcp://example.org:5555"], {}, "this machine alone"),
+        (["--insecure-loopback", "--listen", "tcp://*:5555"], {}, "this machine alone"),
         (["--endpoint", "ipc://@abstract"], {}, "open to every user"),
-        (["--endpoint", "inproc://x"], {}, "ipc:// or tcp://127.0.0.1"),
+        (["--endpoint", "inproc://x"], {}, "ipc:// or tcp://, not on"),
         ([], {"STATEROOM_RUNTIME_DIR": "/tmp/" + "long/" * 30}, "bytes, and this system takes"),
         ([], {"STATEROOM_RUNTIME_DIR": "/tmp/" + "é" * 45}, "bytes, and this system takes"),
     ],

@@ -68,7 +68,7 @@ class Client:
         self.world, self.app = world, app
         self.draw = random.Random(f"{world.seed}/client {number}")
         self.habit, self.think_s, self.most = HABITS[habit], think_s, most
-        self.name = before.name if before else b"client %d" % number
+        self.name = before.name if before else b"\0client %d" % number
         self.returned = before is not None
         first_id = before.connection.next_id if before else 1  # as the library does when it connects again
         self.connection = Connection(first_id=first_id, cancel_s=600.0)

@@ -91,7 +91,7 @@ class Network:
         self._ends: deque[Line] = deque()
         self._due = False
         self._open = False
-        self._on_message: Callable[[bytes, int, list[bytes]], None]
+        self._on_message: Callable[[bytes, int, list[bytes], None], None]
         self._on_gone: Callable[[int], None]
         self._on_drained: Callable[[], None]
 
@@ -104,7 +104,9 @@ class Network:
 
     # ------------------------------------------------------------ as the broker sees it
 
-    def bound_to(self, context: Any, on_message: Any, on_gone: Any, on_drained: Any) -> Network:
+    def bound_to(
+        self, context: Any, on_message: Any, on_gone: Any, on_drained: Any, door: Any = None
+    ) -> Network:
         """Takes the arguments of `PublicSocket`."""
         self._on_message, self._on_gone, self._on_drained = on_message, on_gone, on_drained
         return self
@@ -169,7 +171,7 @@ class Network:
             line, frames = self._inbound.popleft()
             self._tell_ends()
             if self.lines.get(line.routing_id) is line:
-                self._on_message(line.routing_id, line.descriptor, frames)
+                self._on_message(line.routing_id, line.descriptor, frames, None)
             if line.unreachable:
                 self._on_gone(line.descriptor)
         self._on_drained()

@@ -22,7 +22,7 @@ class Rude:
     def __init__(self, world: World, number: int) -> None:
         self.world = world
         self.draw = random.Random(f"{world.seed}/rude {number}")
-        self.name = b"rude %d" % number
+        self.name = b"\0rude %d" % number
         self.line = world.network.connect(self.name, self.hear)
         self.owed: dict[int | None, int] = {}  # final replies by the id that they should carry
         self.gone = False

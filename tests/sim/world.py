@@ -284,7 +284,7 @@ class World:
                     self.told.update(reply.get("sessions", []))
             return done
 
-        def received(routing_id: bytes, descriptor: int, frames: list[bytes]) -> None:
+        def received(routing_id: bytes, descriptor: int, frames: list[bytes], guest: Any = None) -> None:
             self.trace.update(b"%a > %r %r\n" % (self.loop.time(), routing_id, frames))
             with contextlib.suppress(Exception):
                 self.received[descriptor].add(msgpack.unpackb(frames[-1])["id"])
@@ -301,7 +301,7 @@ class World:
         """Every frame to a client, as the daemon's socket takes it: in order, and nothing after the last."""
         self.trace.update(b"%a < %r %r\n" % (self.loop.time(), line.routing_id, frame))
         reply = msgpack.unpackb(frame)
-        if line.routing_id.startswith(b"rude") or reply["id"] is None:
+        if line.routing_id.startswith(b"\0rude") or reply["id"] is None:
             return
         key = (line.routing_id, reply["id"])
         due = self._replies.get(key, 0)
