@@ -31,31 +31,23 @@ def measured() -> ReadCosts:
 
 def _lost_us(rows: int, tokens: int) -> float:
     """By how much a pass of its own takes longer than plain reads; less than 0 where it is shorter."""
-    read = _reading(_over_trunk(rows, tokens), rows)
+    one = PackedRows.dense(1)
+    _append(one, tokens)
+    group = PackedRows.merge_rows([one.branch() for _ in range(rows)])
+    _append(group, 1)
+    queries = mx.ones((rows, HEADS, 1, WIDTH))
+    group.begin(1)
+    held = group.write(0, *_new(rows, 1))
+
+    def read() -> None:
+        mx.eval(reads.attend(group, 0, queries, *held, 0.1, group.mask(1)))
+
     best = [math.inf, math.inf]
     for _ in range(ROUNDS):
         for i, costs in enumerate((NEVER, ALWAYS)):
             shared_reads.use_costs(costs)
             best[i] = min(best[i], _us(read))
     return best[0] - best[1]
-
-
-def _over_trunk(rows: int, tokens: int) -> PackedRows:
-    """Rows that share a trunk and have a token of their own."""
-    one = PackedRows.dense(1)
-    _append(one, tokens)
-    group = PackedRows.merge_rows([one.branch() for _ in range(rows)])
-    _append(group, 1)
-    return group
-
-
-def _reading(group: PackedRows, rows: int) -> Callable[[], None]:
-    """The read of one more token a row."""
-    queries = mx.ones((rows, HEADS, 1, WIDTH))
-    group.begin(1)
-    held = group.write(0, *_new(rows, 1))
-    mx.eval(held)
-    return lambda: mx.eval(reads.attend(group, 0, queries, *held, 0.1, group.mask(1)))
 
 
 def _append(rows: PackedRows, tokens: int) -> None:

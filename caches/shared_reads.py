@@ -17,7 +17,7 @@ from stateroom.caches.read_costs import USUAL, ReadCosts
 from stateroom.caches.rows import PackedRows
 from stateroom.caches.trunk import Level, Trunk, levels
 from stateroom.kernels.decode_attention import attention_in_parts
-from stateroom.kernels.join_segments.reference import Attended, join_two
+from stateroom.kernels.join_segments.reference import Attended
 from stateroom.kernels.spans import Spans
 
 _costs = USUAL
@@ -55,7 +55,7 @@ def join_trunks(
     """
     joined = Attended(own.output.astype(mx.float32), own.lse)
     for level in _levels(rows):
-        joined = join_two(joined, _level(rows, layer, queries, level, scale, window))
+        joined = _joined(joined, _level(rows, layer, queries, level, scale, window))
     return Attended(joined.output.astype(queries.dtype), joined.lse)
 
 
@@ -85,6 +85,14 @@ def _levels(rows: PackedRows) -> list[Level]:
     if forward.levels is None:
         forward.levels = levels(rows.chains)
     return forward.levels
+
+
+def _joined(one: Attended, other: Attended) -> Attended:
+    """`join_segments` of two, `one` of which saw something: few operations, and an lse for those who ask."""
+    gain = other.lse - one.lse
+    # Each share by itself: what is left of 1 would be off by as much as the larger share is rounded.
+    kept, taken = mx.sigmoid(-gain)[..., None], mx.sigmoid(gain)[..., None]
+    return Attended(one.output * kept + other.output * taken, mx.logaddexp(one.lse, other.lse))
 
 
 def _level(

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from stateroom.kernels.streams import side_by_side, splits
 from stateroom.kernels.weights import weighed
 
 LOG2_E = math.log2(math.e)
@@ -34,8 +33,6 @@ def decode_attention(
     """
     rows, heads, _, width = queries.shape
     kv_heads, stored = keys.shape[1], keys.shape[2]
-    if max(rows, kv_heads) > 1 and splits(rows * heads * stored, 1):
-        return _halves(queries, keys, values, scale, mask)
     powers = rows * heads * stored > SOFTMAX_MAX
     # [B, Hkv, H / Hkv, D]
     folded = (queries * (scale * LOG2_E if powers else scale)).reshape(
@@ -49,27 +46,6 @@ def decode_attention(
     else:
         attended = mx.softmax(scores, axis=-1, precise=True) @ values
     return attended.reshape(rows, heads, 1, values.shape[-1])
-
-
-def _halves(
-    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | None
-) -> mx.array:
-    """Half of the rows, or of a lone row's KV heads, on either stream. Masks are the same for all heads."""
-    rows, heads, kv_heads = queries.shape[0], queries.shape[1], keys.shape[1]
-    axis = 0 if rows > 1 else 1
-    cut = (rows if rows > 1 else kv_heads) // 2
-    (q, q_rest), (k, k_rest), (v, v_rest) = (
-        mx.split(array, [at], axis=axis)
-        for array, at in ((queries, cut * (heads // kv_heads) if axis else cut), (keys, cut), (values, cut))
-    )
-    seen = seen_rest = mask
-    if mask is not None and mask.ndim == 4 and mask.shape[0] == rows > 1:
-        seen, seen_rest = mask[:cut], mask[cut:]
-    made = side_by_side(
-        lambda: decode_attention(q, k, v, scale, seen),
-        lambda: decode_attention(q_rest, k_rest, v_rest, scale, seen_rest),
-    )
-    return mx.concatenate(list(made), axis=axis)
 
 
 def attention_in_parts(

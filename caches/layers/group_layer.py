@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Never
 
 import mlx.core as mx
@@ -18,9 +17,6 @@ import mlx.core as mx
 from stateroom.caches.errors import NotShared
 from stateroom.caches.layers.attention_layer import AttentionLayer
 from stateroom.caches.masks import Mask
-from stateroom.kernels import streams
-
-EVEN = 0.7  # of the longer half at least: parts that are less even are split by themselves
 
 
 class Apart:
@@ -96,19 +92,11 @@ class GroupLayer:
         if isinstance(mask, mx.array):
             raise NotShared("the model reads under a mask of its own")
         masks = mask.of if isinstance(mask, Apart) else [mask] * len(self._parts)
-        reads = [
-            partial(part.attend, own, k, v, scale, seen, sinks)
-            for part, own, k, v, seen in zip(
-                self._parts, self._rows.split(queries), self._keys.of, self._values.of, masks, strict=True
-            )
-        ]
-        scores = [k.shape[0] * queries.shape[1] * queries.shape[2] * k.shape[2] for k in self._keys.of]
-        first = streams.even_half(scores, EVEN) if streams.parts(sum(scores), queries.shape[2]) else None
-        if first is None:  # those that are large enough are split by themselves
-            return mx.concatenate([read() for read in reads])
-        rest = [at for at in range(len(reads)) if at not in first]
-        made = streams.side_by_side(
-            lambda: [reads[at]() for at in first], lambda: [reads[at]() for at in rest]
+        return mx.concatenate(
+            [
+                part.attend(own, k, v, scale, seen, sinks)
+                for part, own, k, v, seen in zip(
+                    self._parts, self._rows.split(queries), self._keys.of, self._values.of, masks, strict=True
+                )
+            ]
         )
-        by_part = dict(zip([*first, *rest], [*made[0], *made[1]], strict=True))
-        return mx.concatenate([by_part[at] for at in range(len(reads))])

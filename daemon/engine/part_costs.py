@@ -17,7 +17,7 @@ from stateroom.caches.session import Model, SessionCache
 from stateroom.daemon.scheduler.packing import Costs
 
 ROWS, TOKENS = 3, 512  # of each trial; a model of 128 kB a token holds 0.5 GB meanwhile
-TRIAL_S = 1.0
+TRIAL_S = 2.0
 ROUNDS_MOST = 8
 NOISE = 0.03  # of a step: what is faster by less isn't
 
@@ -51,14 +51,14 @@ class Trial:
 
 def measured(model: Model, sample: SessionCache, clock_s: Callable[[], float] = time.perf_counter) -> Costs:
     """`sample`: a row that has been fed; it stays as it is. Takes about `TRIAL_S`, and a round at least."""
-    rows = [blank(sample, TOKENS) for _ in range(ROWS)]
+    rows = [_blank(sample, TOKENS) for _ in range(ROWS)]
     began_s = clock_s()
     merged = SessionCache.merge_rows(rows)
     merge_ms = (clock_s() - began_s) * 1000.0
     parent = rows[0].fork()
     branches = [parent, *(parent.branch(shared_min=1) for _ in rows[1:])]
     over_trunk = SessionCache.merge_rows(branches)
-    single = [blank(sample, 1) for _ in rows]
+    single = [_blank(sample, 1) for _ in rows]
     groups = [Group(parts) for parts in (rows, [merged], branches, [over_trunk], single)]
     tokens = mx.zeros((ROWS, 1), dtype=mx.uint32)
     least_ms = [math.inf] * len(groups)
@@ -75,7 +75,7 @@ def measured(model: Model, sample: SessionCache, clock_s: Callable[[], float] = 
     return trial.costs()
 
 
-def blank(sample: SessionCache, tokens: int) -> SessionCache:
+def _blank(sample: SessionCache, tokens: int) -> SessionCache:
     """As many tokens of zeros, of the shapes of `sample`."""
     made = sample.holding([store.sharing() for store in sample.stores], (tokens,))
     for store in made.stores:

@@ -152,7 +152,6 @@ def make_engine(
     rows_max: int = BATCH_MAX,
 ) -> Engine:
     """An engine for this device. `gap_ms`: of running streams; None: what is usual on it."""
-    from stateroom.daemon.engine.cpu_streams import settle
     from stateroom.daemon.engine.engine import Engine
     from stateroom.daemon.engine.part_costs import measured
 
@@ -169,7 +168,8 @@ def make_engine(
         rows_max=rows_max,
         blas=blas,
     )
-    if not on_gpu and not settle(engine, report).switched:
+    if blas is not None and not blas.pays(engine.trial_step()):
+        blas.many()
         engine.blas = None  # then nothing is switched, and quanta share the device with steps
     if engine.schemes.groupable:
         try:

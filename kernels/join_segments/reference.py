@@ -27,11 +27,3 @@ def join_segments(outputs: mx.array, lse: mx.array) -> Attended:
     # [B, H, N, segments]
     weights = mx.where(mx.isinf(lse), 0.0, mx.exp(lse - mx.where(none, 0.0, joined)[..., None]))
     return Attended((weights[..., None, :] @ outputs)[..., 0, :], joined)
-
-
-def join_two(one: Attended, other: Attended) -> Attended:
-    """`join_segments` of two in few operations, where all queries of `one` saw something."""
-    gain = other.lse - one.lse
-    # Each share by itself: what is left of 1 would be off by as much as the larger share is rounded.
-    kept, taken = mx.sigmoid(-gain)[..., None], mx.sigmoid(gain)[..., None]
-    return Attended(one.output * kept + other.output * taken, mx.logaddexp(one.lse, other.lse))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Literal
 
 import mlx.core as mx
 
 from stateroom.kernels import levels
 from stateroom.kernels.decode_attention import LOG2_E, product_with_keys
-from stateroom.kernels.join_segments.reference import Attended, join_two
+from stateroom.kernels.join_segments.reference import Attended
 from stateroom.kernels.planes import Affine, Plane, arrays, columns, like, silenced
 from stateroom.kernels.spans import Spans
-from stateroom.kernels.streams import side_by_side, splits
 from stateroom.kernels.weights import plainly_weighed, weighed
 
 # How affine planes are multiplied: "folded" unpacks them, for CPUs; "quantised" is mlx's own product.
@@ -75,17 +73,14 @@ def _attend(
     stored = keys.shape[2]
     if not stored:
         return _nothing(queries, values)
-    if (rows > 1 or (mask is None and count == 1 < stored)) and splits(rows * heads * count * stored, count):
-        return _halves(products, queries, keys, values, mask, scale)
     if rows * heads * count * stored <= SCORES_MAX[products] or (rows == 1 and count <= QUERIES_MIN):
         return _attend_at_once(products, queries, keys, values, mask, scale)
     parts: list[Attended] = []
     if rows > 1:
         for row in range(rows):
             own = None if mask is None else mask[row % mask.shape[0]][None]
-            one = slice(row, row + 1)
             asked = _after(parts, queries[row : row + 1])
-            parts.append(_attend(products, asked, _rows(keys, one), _rows(values, one), own, scale))
+            parts.append(_attend(products, asked, _row(keys, row), _row(values, row), own, scale))
         return _concatenated(parts, axis=0)
     at_once = max(QUERIES_MIN, SCORES_MAX[products] // (heads * stored))
     for first in range(0, count, at_once):
@@ -98,35 +93,6 @@ def _attend(
     return _concatenated(parts, axis=2)
 
 
-def _halves(
-    products: Products, queries: mx.array, keys: Plane, values: Plane, mask: mx.array | None, scale: float
-) -> Attended:
-    """Half of the rows on either stream, or of the columns of a lone row whose one token sees them all."""
-    rows, stored = queries.shape[0], keys.shape[2]
-    if rows == 1:
-        cuts = (0, stored // 2), (stored // 2, stored)
-        one, other = (
-            partial(_attend, products, queries, columns(keys, *cut), columns(values, *cut), None, scale)
-            for cut in cuts
-        )
-        joined = join_two(*side_by_side(one, other))
-        return Attended(joined.output.astype(queries.dtype), joined.lse)
-    first, rest = slice(rows // 2), slice(rows // 2, rows)
-    one, other = (
-        partial(
-            _attend,
-            products,
-            queries[some],
-            _rows(keys, some),
-            _rows(values, some),
-            mask if mask is None or mask.shape[0] == 1 else mask[some],
-            scale,
-        )
-        for some in (first, rest)
-    )
-    return _concatenated(list(side_by_side(one, other)), axis=0)
-
-
 def _after(parts: list[Attended], queries: mx.array) -> mx.array:
     """One part after the other: mlx would hold the scores of several."""
     return mx.depends([queries], [parts[-1].output])[0] if parts else queries
@@ -137,8 +103,8 @@ def _concatenated(parts: list[Attended], axis: int) -> Attended:
     return Attended(mx.concatenate(outputs, axis=axis), mx.concatenate(lse, axis=axis))
 
 
-def _rows(plane: Plane, some: slice) -> Plane:
-    return like(plane, [part[some] for part in arrays(plane)])
+def _row(plane: Plane, row: int) -> Plane:
+    return like(plane, [part[row : row + 1] for part in arrays(plane)])
 
 
 def _attend_at_once(

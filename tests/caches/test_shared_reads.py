@@ -6,7 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from stateroom.kernels.join_segments.reference import Attended, join_segments, join_two
+from stateroom.caches.shared_reads import _joined
+from stateroom.kernels.join_segments.reference import Attended, join_segments
 
 BOUND = 2e-6  # of the norm of a head's output
 
@@ -22,7 +23,7 @@ def test_two_parts_are_one(apart: float, larger: float) -> None:
     )
     whole = np.logaddexp(*lse)
     wanted = (outputs * np.exp(lse - whole)[..., None]).sum(0)
-    for got in (join_two(one, other), join_two(other, one)):
+    for got in (_joined(one, other), _joined(other, one)):
         # What a difference of sums is rounded by is a share's own error, at any size of either.
         error = np.linalg.norm(np.array(got.output) - wanted, axis=-1)
         assert (error <= BOUND * np.maximum(np.linalg.norm(wanted, axis=-1), 1.0)).all()
@@ -35,7 +36,7 @@ def test_a_part_that_saw_nothing_changes_nothing() -> None:
         mx.array(random.standard_normal((2, 3, 1, 5)), mx.float32), mx.array([[[0.3], [-9.0], [80.0]]] * 2)
     )
     nothing = Attended(mx.zeros((2, 3, 1, 5)), mx.full((2, 3, 1), -mx.inf))
-    got = join_two(one, nothing)
+    got = _joined(one, nothing)
     assert mx.array_equal(got.output, one.output)
     assert mx.array_equal(got.lse, one.lse)
 
@@ -46,7 +47,7 @@ def test_several_levels_are_joined_as_segments_are() -> None:
     lse = mx.array(random.standard_normal((2, 3, 1, 4)) * 4, mx.float32)
     got = Attended(outputs[..., 0, :], lse[..., 0])
     for i in range(1, 4):
-        got = join_two(got, Attended(outputs[..., i, :], lse[..., i]))
+        got = _joined(got, Attended(outputs[..., i, :], lse[..., i]))
     wanted = join_segments(outputs, lse)
     assert mx.allclose(got.output, wanted.output, atol=2e-6)
     assert mx.allclose(got.lse, wanted.lse, atol=2e-6)
