@@ -111,7 +111,7 @@ class Network:
         self._on_message, self._on_gone, self._on_drained = on_message, on_gone, on_drained
         return self
 
-    def bind(self, endpoint: str) -> str:
+    def bind(self, endpoint: str, pair: None = None) -> str:
         self._open = True
         return endpoint
 
