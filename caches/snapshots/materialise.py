@@ -58,7 +58,7 @@ def materialising(
     """The same in steps of a tensor each, between which others may be served.
 
     What comes of it is the session as it was at the first step, whatever it does meanwhile; its own arrays
-    are held until then, twice.
+    are held until then, and one of them at a time twice.
     """
     if cache.rows != 1 or not cache.offsets[0] <= len(tokens):
         raise ValueError(f"{len(tokens)} tokens for KV of {cache.offsets}")
@@ -74,8 +74,8 @@ def materialising(
     taken = snapshot.take(cache.holding(stores, cache.offsets))
     facts: dict[str, Fact] = dict(taken.facts)
     tail: list[Plain] = []
-    for name, tensor in sorted(taken.arrays.items()):
-        tail.append(plain(name, tensor))
+    for name in sorted(taken.arrays):
+        tail.append(plain(name, taken.arrays.pop(name)))
         yield
     runs: list[PlainRun] = []
     for n, view in views:

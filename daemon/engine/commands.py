@@ -75,6 +75,8 @@ class Commands:
 
     def _idle_session(self, command: Command) -> Session:
         session = self._session(command)
+        if self.engine.disk is not None:
+            self.engine.disk.let_go(session)
         for request in self.engine.requests.values():
             if request.session is session:
                 raise Busy("The session has another request running.", request=request.rid)

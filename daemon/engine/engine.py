@@ -28,6 +28,7 @@ from stateroom.daemon.engine.blas_threads import BlasThreads
 from stateroom.daemon.engine.conservation import Conservation
 from stateroom.daemon.engine.cpu_forms import use_forms
 from stateroom.daemon.engine.decoding import Decoding
+from stateroom.daemon.engine.disk import Disk, Shelving
 from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.filling import Filling, Work
 from stateroom.daemon.engine.kv import Schemes
@@ -38,7 +39,7 @@ from stateroom.daemon.engine.session import Session
 from stateroom.daemon.engine.sharing import Sharing
 from stateroom.daemon.engine.speculation.drafter import FIELD, Drafter
 from stateroom.daemon.engine.stream import Stream
-from stateroom.daemon.link import Answer, Journal, Journals, Part, bounded
+from stateroom.daemon.link import Answer, FromWorker, Journal, Journals, Part, bounded
 from stateroom.daemon.scheduler.pace import Pace
 from stateroom.daemon.scheduler.schedule import Schedule
 
@@ -65,7 +66,7 @@ class Engine:
         loaded: LoadedModel,
         *,
         clock_ms: Callable[[], float],
-        emit: Callable[[Answer | Journals], None],
+        emit: Callable[[FromWorker], None],
         report: Callable[[BaseException], str],
         kv_budget_bytes: int | None = None,
         pace: Pace | None = None,
@@ -83,7 +84,8 @@ class Engine:
         self.blas = blas
         self.shared_min = shared_min  # tokens; a fork copies a shorter run
         self.sessions: dict[str, Session] = {}
-        self.requests: dict[int, Work | Stream] = {}
+        self.requests: dict[int, Work | Stream | Shelving] = {}
+        self.disk: Disk | None = None  # set by whoever has a place for it; None: nothing is kept
         self.schedule = Schedule(rows_max, pace=pace, weights=weights)
         self.decoding = Decoding(self)
         self.filling = Filling(self)
@@ -187,6 +189,7 @@ class Engine:
             chat=chat,
             trim_floor=None if session.lent else session.trim_floor,
             checkpoints=None if session.lent else session.checkpoints,
+            snapshot=session.snapshot_news(),
         )
 
     # ------------------------------------------------------------ the loop
@@ -200,8 +203,9 @@ class Engine:
         self.emit(Journals([self.journal(session, session.length) for session in sessions]))
 
     def step(self) -> bool:
-        """One turn of the loop; False when nothing is left to do."""
+        """One turn of the loop; False when nothing is left to do but for the disk, which wakes the loop."""
         decoding, filling = self.decoding, self.filling
+        more = self.disk is not None and self.disk.turn()
         self.sharing.turn()
         plan, cancelled = self.schedule.plan(), self._cancelled
         self._cancelled = []
@@ -219,7 +223,11 @@ class Engine:
             decoding.end_cancelled(rid)
         if not self.requests:
             filling.idle()
-        return bool(self.requests)
+        return more or len(self.requests) > self._waiting_for_disk()
+
+    def _waiting_for_disk(self) -> int:
+        """Requests that no turn of the loop brings on."""
+        return 0 if self.disk is None else self.disk.waiting
 
     def cancel(self, rid: int) -> None:
         """Ends a request at its next token or quantum. Unknown or finished ids are passed over."""

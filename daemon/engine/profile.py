@@ -33,7 +33,7 @@ from stateroom.daemon.engine.commands import Commands
 from stateroom.daemon.engine.engine import Engine
 from stateroom.daemon.engine.model import LoadedModel, load
 from stateroom.daemon.engine.problem import ModelError
-from stateroom.daemon.link import Answer, Command, Journals, encode_to_worker
+from stateroom.daemon.link import Answer, Command, FromWorker, encode_to_worker
 
 WARM_UP = 4  # tokens of each stream before those that count: rows join there, shapes are seen the first time
 MARGIN = 4  # tokens that each stream could still draw: no end is timed
@@ -133,7 +133,7 @@ class Bench:
         socket.connect(endpoint)
         link = cast("zmq.Socket[bytes]", Link(socket))
 
-        def emit(answer: Answer | Journals) -> None:
+        def emit(answer: FromWorker) -> None:
             if isinstance(answer, Answer):
                 self.answers.append(answer)
             worker.send(link, answer)

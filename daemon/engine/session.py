@@ -51,6 +51,11 @@ class Session:
     moved: Callable[[Session], None] | None = None  # told when KV is of other tokens than before
     chat: list[ChatTurn] = field(default_factory=list)  # what was given as messages, oldest first
     chat_told: list[ChatTurn] = field(default_factory=list)  # as the broker last heard
+    snapshot: str | None = None  # its own on disk, which nobody asked for
+    snapshot_stored: int = 0  # tokens that have KV in it
+    snapshot_length: int = 0  # of them those that the session still has, or may have: see `snapshot_sure`
+    snapshot_sure: bool = False  # it was written, or its tokens were compared, in this process
+    snapshot_told: str | None = None  # as the broker last heard
     parts_told: tuple[int, ...] = ()  # numbers of what it holds that others may, as the broker last heard
     quantised_told: bool | None = None  # how it is stored, as the broker last heard
 
@@ -92,10 +97,18 @@ class Session:
             return
         # What follows is its owner's own, though the trunk was longer.
         self.trunk_length = min(self.trunk_length, length)
+        self.snapshot_length = min(self.snapshot_length, length)
         if self.guesser is not None:
             self.guesser.cut(self.tokens, length)
         self.replaced = self.tokens[max(length - GRAM_MAX, 0) : length + REPLACED_MAX]
         del self.tokens[length:]
+
+    def snapshot_news(self) -> str | None:
+        """Its own snapshot, if the broker hasn't heard of that: "" for none any more."""
+        if self.snapshot == self.snapshot_told:
+            return None
+        self.snapshot_told = self.snapshot
+        return self.snapshot or ""
 
     def drop_kv(self) -> None:
         self.cache = None

@@ -72,6 +72,8 @@ class Sharing:
     def leave(self, session: Session) -> None:
         """It is no more, and holds nothing."""
         del self._engine.sessions[session.id]
+        if self._engine.disk is not None:
+            self._engine.disk.closed(session)
         session.drop_kv()
         self._engine.conservation.closed(session)
 

@@ -25,10 +25,8 @@ from stateroom.client.limits import BATCH_MAX
 from stateroom.client.protocol import ModelInfo
 from stateroom.daemon.engine.blas_threads import BlasThreads
 from stateroom.daemon.link import (
-    Answer,
     Failed,
     FromWorker,
-    Journals,
     Pulse,
     Ready,
     Stop,
@@ -60,6 +58,12 @@ class Worker:
         self.engine = commands.engine
         self.stopping = False
         self._pulse_due = 0.0
+        self._sleep: Callable[[int], object] = socket.poll
+        if self.engine.disk is not None:  # what it was asked may be done
+            poller = zmq.Poller()
+            poller.register(socket, zmq.POLLIN)
+            poller.register(self.engine.disk.files.fileno(), zmq.POLLIN)
+            self._sleep = poller.poll
 
     def run(self) -> None:
         """Until told to stop."""
@@ -74,7 +78,7 @@ class Worker:
 
     def _take(self, wait_ms: int) -> bool:
         """Whether there was anything to take."""
-        if wait_ms and not self.socket.poll(wait_ms):
+        if wait_ms and not self._sleep(wait_ms):
             return False
         for taken in range(COMMANDS_PER_TURN):
             # A fifth of what a receive in vain costs, at every turn.
@@ -143,7 +147,7 @@ def weights_of(given: Sequence[str]) -> dict[str, float]:
 
 def make_engine(
     loaded: LoadedModel,
-    emit: Callable[[Answer | Journals], None],
+    emit: Callable[[FromWorker], None],
     report: Callable[[BaseException], str],
     kv_budget: int | None,
     *,

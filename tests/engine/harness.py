@@ -8,22 +8,41 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from stateroom.caches.snapshots.library import Library
+from stateroom.caches.snapshots.limits import Limits
 from stateroom.client import protocol as p
 from stateroom.daemon.engine.commands import Commands
+from stateroom.daemon.engine.disk import Disk, kept_of
 from stateroom.daemon.engine.engine import Engine
+from stateroom.daemon.engine.files import Files
 from stateroom.daemon.engine.model import LoadedModel
 from stateroom.daemon.engine.session import Session
-from stateroom.daemon.link import Adopt, Answer, CancelCommand, ChatTurn, Command, Journal, Journals, Part
+from stateroom.daemon.link import (
+    Adopt,
+    Answer,
+    CancelCommand,
+    ChatTurn,
+    Command,
+    FromWorker,
+    Journal,
+    Journals,
+    Kept,
+    Part,
+    Shelved,
+)
 from stateroom.daemon.parts import Parts
 from stateroom.daemon.scheduler.pace import Pace
 
 TURNS_MAX = 5_000
+DISK_S = 60.0  # nothing on the disk takes so long
+MODEL = {"weights": "w", "config": "c", "tokenizer": "t", "dtype": "float32"}
 PROMPT = [10, 20, 30, 40, 50, 60, 70]
 FINAL = p.Result | p.ErrorBody
 QUANTISED_BOUND = 0.02  # of the largest logit
@@ -32,7 +51,16 @@ QUANTISED_BOUND = 0.02  # of the largest logit
 class Bench:
     """An engine and the broker's view of it."""
 
-    def __init__(self, loaded: LoadedModel, **options: object) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        folder: Path | None = None,
+        limits: Limits | None = None,
+        model: Mapping[str, str] = MODEL,
+        **options: object,
+    ) -> None:
+        """`folder`: where it keeps snapshots, within `limits`; `model`: by what fingerprint."""
         self.loaded = loaded
         self.bodies: dict[int, list[p.Body]] = {}
         self.journal: dict[str, list[int]] = {}
@@ -40,10 +68,13 @@ class Bench:
         self.asides: list[Journal] = []
         self.incidents: list[BaseException] = []
         self.forks: dict[int, tuple[str, list[str]]] = {}
+        self.others: list[FromWorker] = []
+        self.shelved: dict[str, Kept] = {}  # snapshots on disk, as a broker knows them
         self.parts = Parts()
         self.told: dict[str, tuple[int, list[Part]]] = {}
         self._rids = itertools.count(1)
         self._names = itertools.count(1)
+        self._wall_ms = itertools.count(int(time.time() * 1000))
         options.setdefault("pace", Pace(idle_ms=5.0))
         self.engine = Engine(
             loaded,
@@ -52,17 +83,36 @@ class Bench:
             report=self._report,
             **options,  # type: ignore[arg-type]
         )
+        if folder is not None:
+            library = Library(folder, limits)
+            self.engine.disk = Disk(self.engine, library, Files(), lambda: model, lambda: next(self._wall_ms))
+            self.shelved = {entry.id: kept_of(entry) for entry in library.entries.values()}
         self.commands = Commands(self.engine)
+
+    def close(self) -> None:
+        """Another may have its folder."""
+        if self.engine.disk is not None:
+            self.engine.disk.files.close()
+            self.engine.disk.library.close()
 
     def _report(self, error: BaseException) -> str:
         self.incidents.append(error)
         return "incident"
 
-    def _emit(self, answer: Answer | Journals) -> None:
+    def _emit(self, answer: FromWorker) -> None:
+        if isinstance(answer, Shelved):
+            for kept in answer.kept:
+                self.shelved[kept.id] = kept
+            for snapshot in answer.gone:
+                self.shelved.pop(snapshot, None)
+            return
         if isinstance(answer, Journals):
             self.asides.extend(answer.changes)
             for journal in answer.changes:
                 self._hear(journal)
+            return
+        if not isinstance(answer, Answer):
+            self.others.append(answer)
             return
         bodies = self.bodies[answer.rid]
         assert not bodies or not isinstance(bodies[-1], FINAL), "a reply after the final one"
@@ -136,16 +186,26 @@ class Bench:
                 assert body is not None
                 self.check_conserved()
                 return body
-            self.engine.step()
+            self.turn()
         raise AssertionError(f"no final reply within {TURNS_MAX} turns")
 
     def idle(self) -> None:
         """Runs until nothing is left to do."""
         for _ in range(TURNS_MAX):
-            if not self.engine.step():
+            if not self.turn():
                 self.check_conserved()
                 return
         raise AssertionError(f"not idle within {TURNS_MAX} turns")
+
+    def turn(self) -> bool:
+        """One turn of the loop, which waits for the disk if there is nothing else to do."""
+        disk = self.engine.disk
+        if self.engine.step():
+            return True
+        if disk is None or not disk.busy:
+            return False
+        assert disk.files.wait(DISK_S)
+        return True
 
     def call(self, request: p.Request) -> p.Body:
         return self.finish(self.start(request))
