@@ -60,7 +60,6 @@ class Session:
     snapshot: str | None = None  # the automatic one of its KV, and its bytes on disk
     snapshot_bytes: int = 0
     quarantined: str | None = None  # why nothing runs in it
-    suspicion: int = 0  # deaths of workers under it since it last made progress
     kinds: list[KindCaps] = field(default_factory=list)
     generation: int = NO_ENGINE
     running: int | None = None

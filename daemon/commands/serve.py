@@ -38,6 +38,9 @@ def serve(
     home: Annotated[
         Path | None, typer.Option(help="Where models and sessions are kept", envvar="STATEROOM_HOME")
     ] = None,
+    keep: Annotated[
+        bool, typer.Option(help="Keep sessions on disk, so that they outlive the daemon.")
+    ] = True,
     kv_budget: Annotated[
         str | None,
         typer.Option(
@@ -91,7 +94,7 @@ def serve(
         endpoint=where if path is None else f"ipc://{path}",
         runtime_dir=runtime_dir(),
         models_dir=models_dir(),
-        state_dir=home_dir() / STATE_NAME,
+        state_dir=home_dir() / STATE_NAME if keep else None,
         keys_dir=keys_dir,
         listen=listen,
         insecure_loopback=insecure_loopback,

@@ -1,10 +1,11 @@
 """`serve` with scripted workers: what `stateroom serve` does after it has read its options.
 
-python run_daemon.py RUNTIME_DIR ENDPOINT [SCRIPT]...
+python run_daemon.py RUNTIME_DIR ENDPOINT [SCRIPT]...        ($STATE: its state directory; unset: none)
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -20,6 +21,7 @@ def main(runtime_dir: str, endpoint: str, *scripts: str) -> int:
         endpoint=endpoint,
         runtime_dir=Path(runtime_dir),
         models_dir=Path(runtime_dir) / "models",
+        state_dir=Path(os.environ["STATE"]) if "STATE" in os.environ else None,
         models=tuple(ModelSpec(f"toy{number}", script) for number, script in enumerate(scripts)),
         worker_command=WORKER,
         log_format="json",
