@@ -31,8 +31,10 @@ if TYPE_CHECKING:
         Receipt,
         Sampling,
         SessionInfo,
+        SnapshotInfo,
         Speculate,
         TokenEvent,
+        VerifyResult,
     )
     from stateroom.client.room import AsyncRoom, Room
     from stateroom.client.session import AsyncSession, Session
@@ -45,7 +47,7 @@ _MODULES = {
     "errors": ("ClientError", "Disconnected", "NoDaemon", "RequestTimeout", "StateroomError"),
     "protocol": (
         "KV", "Caps", "DecodeResult", "Event", "Grammar", "LengthResult", "Message", "Progress", "Receipt",
-        "Sampling", "SessionInfo", "Speculate", "TokenEvent",
+        "Sampling", "SessionInfo", "SnapshotInfo", "Speculate", "TokenEvent", "VerifyResult",
     ),
     "room": ("AsyncRoom", "Room"),
     "session": ("AsyncSession", "Session"),
@@ -76,11 +78,13 @@ __all__ = [
     "Sampling",
     "Session",
     "SessionInfo",
+    "SnapshotInfo",
     "Speculate",
     "StateroomError",
     "Timeouts",
     "TokenEvent",
     "TokenStream",
+    "VerifyResult",
     "connect",
     "connect_async",
     "errors",

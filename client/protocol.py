@@ -347,7 +347,7 @@ class Import(Request):
     snapshot: Name
     total: CarriedBytes
     offset: CarriedBytes = 0
-    data: Chunk
+    data: Chunk = field(repr=False)
     model: ModelRef | None = None
 
     def problem(self) -> tuple[str, str] | None:
@@ -632,7 +632,7 @@ class ScoreResult(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseResult(Result):
-    expires_in_s: float | None
+    expires_in_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -668,7 +668,7 @@ class ForgetResult(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportResult(Result):
-    data: bytes
+    data: bytes = field(repr=False)
     total: int
     next: int | None = None
 

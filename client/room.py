@@ -9,16 +9,21 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from stateroom.client.arguments import Inputs, children_of, inputs_of
+from stateroom.client.carrying import File, Reading, Writing
 from stateroom.client.inbox import AsyncInbox, Inbox
 from stateroom.client.protocol import (
     KV,
     Cancel,
     CancelResult,
     CloseResult,
+    ExportResult,
+    Forget,
+    ForgetResult,
     Fork,
     ForkResult,
     Hello,
     HelloResult,
+    ImportResult,
     Info,
     InfoResult,
     List,
@@ -30,14 +35,20 @@ from stateroom.client.protocol import (
     OpenResult,
     Progress,
     Request,
+    Restore,
     Result,
     SessionClass,
     SessionInfo,
+    SnapshotInfo,
+    Snapshots,
+    SnapshotsResult,
     Stats,
     StatsResult,
     TrunkInfo,
     Unload,
     Unpublish,
+    Verify,
+    VerifyResult,
     Watch,
 )
 from stateroom.client.session import AsyncSession, OnProgress, Session
@@ -51,6 +62,7 @@ R = TypeVar("R", bound=Result)
 # In a class with a method `list`, the word means that.
 Infos = list[SessionInfo]
 Trunks = list[TrunkInfo]
+SnapshotInfos = list[SnapshotInfo]
 Sessions = list[Session]
 AsyncSessions = list[AsyncSession]
 
@@ -134,6 +146,92 @@ class Room:
         result = self.call(Fork(trunk=trunk, **children_of(n, names)), ForkResult, timeout_s=timeout_s)
         named = zip_longest(result.sessions, names or ())
         return [Session(self, id, name, result.length) for id, name in named]
+
+    def restore(
+        self,
+        snapshot: str,
+        *,
+        name: str | None = None,
+        session_class: SessionClass = "interactive",
+        ttl_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> Session:
+        """A new session with what a snapshot of this app's holds; the arguments are as for `open`.
+
+        Raises:
+            NotFound: this app has no such snapshot.
+            Mismatch: it is of another model, tokenizer or KV scheme; `details` has `part`, `here`, `there`.
+            Corrupt: a byte of it isn't as it was written.
+        """
+        request = Restore(snapshot=snapshot, name=name, session_class=session_class, ttl_s=ttl_s)
+        result = self.call(request, OpenResult, timeout_s=timeout_s)
+        session = Session(self, result.session, name, result.length, result.caps)
+        session.receipt = result.receipt
+        return session
+
+    def snapshots(self) -> SnapshotInfos:
+        """What this app has saved or imported."""
+        return self.call(Snapshots(), SnapshotsResult).snapshots
+
+    def forget(self, snapshot: str) -> ForgetResult:
+        """Deletes a snapshot. Sessions that came from it stay."""
+        return self.call(Forget(snapshot=snapshot), ForgetResult)
+
+    def export(
+        self,
+        snapshot: str,
+        to: File,
+        *,
+        on_progress: OnProgress | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Writes a snapshot as one file, which another daemon can `import_`; gives its bytes.
+
+        `to`: a path, where it appears once it is complete, in place of what is there; or an open file.
+        `on_progress` is called in this thread, with bytes. `timeout_s` is for each piece.
+        """
+        with Writing(snapshot, to) as writing:
+            while (request := writing.next) is not None:
+                progress = writing.take(self.call(request, ExportResult, timeout_s=timeout_s))
+                if on_progress is not None:
+                    on_progress(progress)
+            return writing.finish()
+
+    def import_(
+        self,
+        snapshot: str,
+        file: File,
+        *,
+        model: str | None = None,
+        on_progress: OnProgress | None = None,
+        timeout_s: float | None = None,
+    ) -> SnapshotInfo:
+        """Takes in what `export` wrote, as a snapshot of this app's under a name that is free.
+
+        It is checked from its first byte to its last. A checksum is no signature: take files from those you
+        trust. `file`: a path, or an open file. `on_progress` and `timeout_s` are as for `export`.
+
+        Raises:
+            Exists: the name is taken.
+            Corrupt, Mismatch: it isn't what was written, or of another format.
+        """
+        with Reading(snapshot, file, model) as reading:
+            while True:
+                piece = reading.next()
+                answer = self.call(piece, ImportResult, timeout_s=timeout_s)
+                progress = reading.sent(piece, answer)
+                if on_progress is not None:
+                    on_progress(progress)
+                if answer.snapshot is not None:
+                    return answer.snapshot
+
+    def verify(self, *, timeout_s: float | None = None) -> VerifyResult:
+        """As `Session.verify`, of an idle session that the daemon picks, whosever it is.
+
+        Raises:
+            NotFound: none is idle and has its KV.
+        """
+        return self.call(Verify(), VerifyResult, timeout_s=timeout_s)
 
     def unpublish(self, name: str) -> CloseResult:
         """Takes back what this app published under that name. What was forked from it stays."""
@@ -265,6 +363,75 @@ class AsyncRoom:
         result = await self.call(request, ForkResult, timeout_s=timeout_s)
         named = zip_longest(result.sessions, names or ())
         return [AsyncSession(self, id, name, result.length) for id, name in named]
+
+    async def restore(
+        self,
+        snapshot: str,
+        *,
+        name: str | None = None,
+        session_class: SessionClass = "interactive",
+        ttl_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncSession:
+        """As `Room.restore`."""
+        request = Restore(snapshot=snapshot, name=name, session_class=session_class, ttl_s=ttl_s)
+        result = await self.call(request, OpenResult, timeout_s=timeout_s)
+        session = AsyncSession(self, result.session, name, result.length, result.caps)
+        session.receipt = result.receipt
+        return session
+
+    async def snapshots(self) -> SnapshotInfos:
+        """As `Room.snapshots`."""
+        return (await self.call(Snapshots(), SnapshotsResult)).snapshots
+
+    async def forget(self, snapshot: str) -> ForgetResult:
+        """As `Room.forget`."""
+        return await self.call(Forget(snapshot=snapshot), ForgetResult)
+
+    async def export(
+        self,
+        snapshot: str,
+        to: File,
+        *,
+        on_progress: OnProgress | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """As `Room.export`; the file is written in a thread."""
+        import asyncio  # which programs without a loop don't load
+
+        with Writing(snapshot, to) as writing:
+            while (request := writing.next) is not None:
+                part = await self.call(request, ExportResult, timeout_s=timeout_s)
+                progress = await asyncio.to_thread(writing.take, part)
+                if on_progress is not None:
+                    on_progress(progress)
+            return await asyncio.to_thread(writing.finish)
+
+    async def import_(
+        self,
+        snapshot: str,
+        file: File,
+        *,
+        model: str | None = None,
+        on_progress: OnProgress | None = None,
+        timeout_s: float | None = None,
+    ) -> SnapshotInfo:
+        """As `Room.import_`; the file is read in a thread."""
+        import asyncio
+
+        with Reading(snapshot, file, model) as reading:
+            while True:
+                piece = await asyncio.to_thread(reading.next)
+                answer = await self.call(piece, ImportResult, timeout_s=timeout_s)
+                progress = reading.sent(piece, answer)
+                if on_progress is not None:
+                    on_progress(progress)
+                if answer.snapshot is not None:
+                    return answer.snapshot
+
+    async def verify(self, *, timeout_s: float | None = None) -> VerifyResult:
+        """As `Room.verify`."""
+        return await self.call(Verify(), VerifyResult, timeout_s=timeout_s)
 
     async def unpublish(self, name: str) -> CloseResult:
         """As `Room.unpublish`."""

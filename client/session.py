@@ -34,7 +34,11 @@ from stateroom.client.protocol import (
     ForkResult,
     Info,
     InfoResult,
+    Lease,
+    LeaseResult,
     LengthResult,
+    Park,
+    ParkResult,
     Prefill,
     Progress,
     Publish,
@@ -43,6 +47,8 @@ from stateroom.client.protocol import (
     Receipt,
     Request,
     Result,
+    Save,
+    SaveResult,
     Score,
     ScoreResult,
     SessionInfo,
@@ -50,6 +56,8 @@ from stateroom.client.protocol import (
     TokenEvent,
     TokensResult,
     Trim,
+    Verify,
+    VerifyResult,
 )
 from stateroom.client.stream import AsyncTokenStream, TokenStream
 
@@ -88,8 +96,10 @@ class SessionState:
             self.length += len(heard.tokens)
         elif isinstance(heard, LengthResult):
             self.length, self.receipt = heard.length, heard.receipt
-        elif isinstance(heard, DecodeResult | ForkResult | PublishResult):
+        elif isinstance(heard, DecodeResult | ForkResult | PublishResult | ParkResult):
             self.length = heard.length
+        elif isinstance(heard, SaveResult):
+            self.length = heard.tokens
         elif isinstance(heard, CloseResult):
             self.closed = True
         elif isinstance(heard, EngineLost | Numeric | SlowConsumer):
@@ -197,6 +207,27 @@ class Session(SessionState):
         """Natural-log probabilities of a continuation, which isn't kept."""
         request = Score(session=self.id, text=text, tokens=token_ids(tokens, "tokens"))
         return self._call(request, ScoreResult, timeout_s)
+
+    def park(self, *, timeout_s: float | None = None) -> ParkResult:
+        """Moves its KV from the device to disk now. Whatever uses the session next brings it back."""
+        return self._call(Park(session=self.id), ParkResult, timeout_s)
+
+    def save(self, snapshot: str, *, replace: bool = False, timeout_s: float | None = None) -> SaveResult:
+        """Keeps what it holds on disk, under a name of this app's, for `Room.restore`.
+
+        Raises:
+            Exists: there is one of that name, which may not be replaced.
+        """
+        request = Save(session=self.id, snapshot=snapshot, replace=replace)
+        return self._call(request, SaveResult, timeout_s)
+
+    def verify(self, *, timeout_s: float | None = None) -> VerifyResult:
+        """Computes the session again from its tokens, in the background, and compares the next logits."""
+        return self._call(Verify(session=self.id), VerifyResult, timeout_s)
+
+    def lease(self, ttl_s: float | None) -> LeaseResult:
+        """From now on the session is closed when nobody used it for so long; None: never by itself."""
+        return self._room.call(Lease(session=self.id, ttl_s=ttl_s), LeaseResult)
 
     def info(self) -> SessionInfo:
         """Everything the daemon tells about the session; answered while it works, too."""
@@ -328,6 +359,25 @@ class AsyncSession(SessionState):
         """As `Session.score`."""
         request = Score(session=self.id, text=text, tokens=token_ids(tokens, "tokens"))
         return await self._call(request, ScoreResult, timeout_s)
+
+    async def park(self, *, timeout_s: float | None = None) -> ParkResult:
+        """As `Session.park`."""
+        return await self._call(Park(session=self.id), ParkResult, timeout_s)
+
+    async def save(
+        self, snapshot: str, *, replace: bool = False, timeout_s: float | None = None
+    ) -> SaveResult:
+        """As `Session.save`."""
+        request = Save(session=self.id, snapshot=snapshot, replace=replace)
+        return await self._call(request, SaveResult, timeout_s)
+
+    async def verify(self, *, timeout_s: float | None = None) -> VerifyResult:
+        """As `Session.verify`."""
+        return await self._call(Verify(session=self.id), VerifyResult, timeout_s)
+
+    async def lease(self, ttl_s: float | None) -> LeaseResult:
+        """As `Session.lease`."""
+        return await self._room.call(Lease(session=self.id, ttl_s=ttl_s), LeaseResult)
 
     async def info(self) -> SessionInfo:
         """As `Session.info`."""

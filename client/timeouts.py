@@ -12,7 +12,12 @@ COMPUTE_TIMEOUT_S = 960.0
 CANCEL_TIMEOUT_S = 60.0  # one token or one prefill chunk, on a slow CPU
 
 # What the daemon answers by itself, without the model.
-_CALLS = frozenset({"hello", "info", "list", "close", "cancel", "stats", "tokens", "unload", "unpublish"})
+_CALLS = frozenset(
+    {
+        "hello", "info", "list", "close", "cancel", "stats", "tokens", "unload", "unpublish", "lease",
+        "snapshots", "forget",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

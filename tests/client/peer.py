@@ -74,6 +74,8 @@ class Peer:
         self.sessions: dict[str, bytearray] = {}
         self.names: dict[str, str] = {}
         self.trunks: dict[str, tuple[str, bytes]] = {}
+        self.snapshots: dict[str, bytes] = {}
+        self.arriving: dict[str, bytes] = {}  # of files that are being imported
         self.apps: dict[bytes, str] = {}
         self._changed = threading.Condition()
         self._outgoing: queue.SimpleQueue[tuple[bytes, bytes]] = queue.SimpleQueue()
@@ -246,6 +248,73 @@ class Peer:
     def _score(self, call: Call) -> None:
         content = list(call.args.get("tokens") or call.args["text"].encode())
         call.result(tokens=content, logprobs=[-1.0] * len(content), total=-float(len(content)))
+
+    def _lease(self, call: Call) -> None:
+        if self._find(call) is not None:
+            call.result(expires_in_s=call.args.get("ttl_s"))
+
+    def _park(self, call: Call) -> None:
+        if (tokens := self._find(call)) is not None:
+            call.result(tier="disk", length=len(tokens), bytes=2 * len(tokens), freed_bytes=len(tokens))
+
+    def _save(self, call: Call) -> None:
+        if (tokens := self._find(call)) is not None:
+            name = call.args["snapshot"]
+            if name in self.snapshots and not call.args.get("replace"):
+                return call.error("exists", "You have a snapshot of that name.")
+            self.snapshots[name] = bytes(tokens)
+            call.result(snapshot=name, tokens=len(tokens), bytes=2 * len(tokens), checksum="c0ffee")
+        return None
+
+    def _kept(self, call: Call) -> bytes | None:
+        kept = self.snapshots.get(call.args["snapshot"])
+        if kept is None:
+            call.error("not_found", "You have no such snapshot.")
+        return kept
+
+    def _restore(self, call: Call) -> None:
+        if (kept := self._kept(call)) is not None:
+            session = f"session-{len(self.sessions)}"
+            self.sessions[session] = bytearray(kept)
+            receipt = self._receipt(len(kept), 0) | {"source": "snapshot"}
+            call.result(session=session, length=len(kept), caps=CAPS, receipt=receipt)
+
+    def _snapshots(self, call: Call) -> None:
+        kept = [{"snapshot": name, "length": len(held)} for name, held in self.snapshots.items()]
+        call.result(snapshots=kept, used_bytes=99)
+
+    def _forget(self, call: Call) -> None:
+        if (kept := self._kept(call)) is not None:
+            del self.snapshots[call.args["snapshot"]]
+            call.result(freed_bytes=len(kept))
+
+    def _export(self, call: Call) -> None:
+        """In pieces of four bytes."""
+        if (kept := self._kept(call)) is not None:
+            begin = call.args.get("offset", 0)
+            end = min(begin + 4, len(kept))
+            following = {"next": end} if end < len(kept) else {}
+            call.result(data=kept[begin:end], total=len(kept), **following)
+
+    def _import(self, call: Call) -> None:
+        name, arrived = call.args["snapshot"], self.arriving.pop(call.args["snapshot"], b"")
+        if name in self.snapshots:
+            return call.error("exists", "You have a snapshot of that name.")
+        assert call.args.get("offset", 0) == len(arrived)
+        arrived += call.args["data"]
+        if len(arrived) < call.args["total"]:
+            self.arriving[name] = arrived
+            return call.result(received=len(arrived))
+        if b"!" in arrived:
+            return call.error("corrupt", "A byte of it isn't as it was written.")
+        self.snapshots[name] = arrived
+        info = {"snapshot": name, "length": len(arrived)}
+        return call.result(received=len(arrived), snapshot=info)
+
+    def _verify(self, call: Call) -> None:
+        if "session" in call.args and self._find(call) is None:
+            return
+        call.result(max_abs_logit_error=0.25, max_abs_logit=9.0, argmax_agree=True, length=3)
 
     def _info(self, call: Call) -> None:
         if (tokens := self._find(call)) is not None:

@@ -52,7 +52,10 @@ from stateroom.client.wire import encode_reply, wire_names
 
 FOR_EVER = Wait(None)
 # Enough for any operation.
-REQUIRED = {"session": "s", "max_tokens": 1, "to": 0, "text": "a", "model": "m", "name": "n"}
+REQUIRED = {
+    "session": "s", "max_tokens": 1, "to": 0, "text": "a", "model": "m", "name": "n", "snapshot": "s",
+    "total": 1, "data": b"x",
+}  # fmt: skip
 DECODE = Decode(session="s", max_tokens=9)
 
 

@@ -76,6 +76,7 @@ def strategy_for(annotation: Any) -> st.SearchStrategy[Any]:
         float: st.floats(allow_nan=False, allow_infinity=False),
         str: st.text(max_size=5),
         bool: st.booleans(),
+        bytes: st.binary(max_size=5),
         type(None): st.none(),
         Any: st.none() | st.integers(-9, 9) | st.text(max_size=3),
     }
@@ -93,6 +94,8 @@ def _within(kind: Any, mark: object) -> st.SearchStrategy[Any]:
     assert isinstance(mark, Size)
     if kind is str:
         return st.text(st.characters(exclude_categories=["Cs"]), min_size=mark.least, max_size=mark.least + 4)
+    if kind is bytes:
+        return st.binary(min_size=mark.least, max_size=mark.least + 4)
     (item,) = typing.get_args(kind)
     return st.lists(strategy_for(item), min_size=mark.least, max_size=mark.least + 3)
 
