@@ -19,6 +19,7 @@ import zmq.asyncio
 from stateroom.client.blocking import (
     BURST_MAX,
     CLOSED,
+    FAILURES,
     FRAMES_MAX,
     GONE,
     LINK_EVENTS,
@@ -26,6 +27,7 @@ from stateroom.client.blocking import (
     RETRY_S,
     event_of,
     hello,
+    key_refused,
     no_daemon,
     prepare,
 )
@@ -39,6 +41,7 @@ from stateroom.client.errors import (
     WrongProcess,
 )
 from stateroom.client.inbox import AsyncInbox, Exchange
+from stateroom.client.keyfile import ClientKey, key_for
 from stateroom.client.paths import check_endpoint, default_endpoint
 from stateroom.client.protocol import HelloResult, Request, Result
 from stateroom.client.room import AsyncRoom
@@ -49,16 +52,17 @@ def connect_async(
     endpoint: str | None = None,
     *,
     app: str = "default",
+    key: str | os.PathLike[str] | None = None,
     timeout_s: float = CONNECT_TIMEOUT_S,
     timeouts: Timeouts | None = None,
 ) -> AsyncRoom:
     """As `connect`, for asyncio: `async with connect_async() as room`, or `room = await connect_async()`.
 
-    Errors as for `connect`, when it is awaited or entered; `BadEndpoint` at once.
+    Errors as for `connect`, when it is awaited or entered; `BadEndpoint` and `BadKey` at once.
     """
     where = default_endpoint() if endpoint is None else endpoint
     check_endpoint(where)
-    return AsyncRoom(AsyncSocket(where, app, timeout_s, timeouts or Timeouts()))
+    return AsyncRoom(AsyncSocket(where, app, timeout_s, timeouts or Timeouts(), key_for(where, key)))
 
 
 class _AsyncLink:
@@ -66,18 +70,24 @@ class _AsyncLink:
 
     Attributes:
         connected: somebody listens there.
+        refused: and doesn't let us in; `denied`: because of our key, as it said itself.
     """
 
     def __init__(
-        self, context: zmq.asyncio.Context, endpoint: str, first_id: int, timeouts: Timeouts
+        self,
+        context: zmq.asyncio.Context,
+        endpoint: str,
+        first_id: int,
+        timeouts: Timeouts,
+        key: ClientKey | None,
     ) -> None:
         self.exchange: Exchange[AsyncInbox] = Exchange(
             Connection(first_id=first_id, cancel_s=timeouts.cancel_s)
         )
-        self.connected = False
+        self.connected = self.refused = self.denied = False
         self._loop = asyncio.get_running_loop()
         self._dealer = context.socket(zmq.DEALER)
-        prepare(self._dealer)
+        prepare(self._dealer, key)
         self._monitor = self._dealer.get_monitor_socket(LINK_EVENTS)
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -129,6 +139,8 @@ class _AsyncLink:
         while not event & LOST_EVENTS:
             event = event_of(await self._monitor.recv_multipart())
             self.connected = self.connected or event == zmq.EVENT_CONNECTED
+            self.refused = self.refused or bool(event & FAILURES)
+            self.denied = self.denied or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         with suppress(zmq.Again):  # what came before the end still counts
             for _ in range(FRAMES_MAX):
                 parts = await self._dealer.recv_multipart(zmq.NOBLOCK)
@@ -157,8 +169,11 @@ class AsyncSocket:
 
     greeting: HelloResult
 
-    def __init__(self, endpoint: str, app: str, connect_s: float, timeouts: Timeouts) -> None:
+    def __init__(
+        self, endpoint: str, app: str, connect_s: float, timeouts: Timeouts, key: ClientKey | None
+    ) -> None:
         self.endpoint = endpoint
+        self._key = key
         self.app = app
         self.timeouts = timeouts
         self.closed = False
@@ -247,7 +262,10 @@ class AsyncSocket:
                 raise no_daemon(self.endpoint, self._connect_s, silent=link.connected)
             if not isinstance(answer, Disconnected):
                 raise cast("StateroomError | ClientError", answer)
-            if loop.time() + RETRY_S >= deadline:
+            late = loop.time() + RETRY_S >= deadline
+            if link.denied or (late and link.refused):
+                raise key_refused(self.endpoint, self._key)
+            if late:
                 raise no_daemon(self.endpoint, self._connect_s, silent=False)
             await asyncio.sleep(RETRY_S)
         raise Disconnected(CLOSED)
@@ -255,7 +273,8 @@ class AsyncSocket:
     async def _attempt(self, timeout_s: float) -> tuple[_AsyncLink, Result | StateroomError | ClientError]:
         loop = self._running_loop()
         self._context = self._context or zmq.asyncio.Context()
-        link = self._attempted = _AsyncLink(self._context, self.endpoint, self._next_id, self.timeouts)
+        link = _AsyncLink(self._context, self.endpoint, self._next_id, self.timeouts, self._key)
+        self._attempted = link
         inbox = AsyncInbox(loop, self._cancel)
         try:
             link.exchange.start(hello(self.app), Wait(timeout_s), inbox, loop.time())

@@ -29,14 +29,17 @@ import zmq
 from stateroom.client.connection import Connection
 from stateroom.client.errors import (
     BadEndpoint,
+    BadKey,
     ClientError,
     Disconnected,
+    KeyRefused,
     NoDaemon,
     RequestTimeout,
     StateroomError,
     WrongProcess,
 )
 from stateroom.client.inbox import Exchange, Inbox
+from stateroom.client.keyfile import VARIABLE, ClientKey, key_for
 from stateroom.client.paths import check_endpoint, default_endpoint
 from stateroom.client.protocol import Hello, HelloResult, Request, Result
 from stateroom.client.room import Room
@@ -50,12 +53,12 @@ JOIN_S = 2.0  # for the thread to leave, which takes it milliseconds
 GONE = "The daemon went away, or closed the connection."
 CLOSED = "This Room is closed."
 
-_FAILURES = (
+FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | _FAILURES
+LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | FAILURES
 LINK_EVENTS = LOST_EVENTS | zmq.EVENT_CONNECTED
 
 
@@ -63,6 +66,7 @@ def connect(
     endpoint: str | None = None,
     *,
     app: str = "default",
+    key: str | os.PathLike[str] | None = None,
     timeout_s: float = CONNECT_TIMEOUT_S,
     timeouts: Timeouts | None = None,
 ) -> Room:
@@ -71,6 +75,7 @@ def connect(
     Args:
         endpoint: where it listens; by default as docs/protocol.md says, from the environment.
         app: who asks. Sessions belong to an app, and an app sees only its own.
+        key: the file that lets this client in at a `tcp://` endpoint; by default `$STATEROOM_KEY_FILE`.
         timeout_s: how long to keep trying until a daemon answers. (When it was lost later, the next
             request tries as long, but `CONNECT_TIMEOUT_S` at most.)
         timeouts: the patience of single requests.
@@ -78,11 +83,13 @@ def connect(
     Raises:
         NoDaemon: none answers. The message says how to start one.
         BadEndpoint: the endpoint can't work.
+        BadKey: the key file can't be used.
+        KeyRefused: the daemon doesn't let this key in.
         StateroomError: the daemon refuses (say, `WrongVersion`).
     """
     where = default_endpoint() if endpoint is None else endpoint
     check_endpoint(where)
-    thread = SocketThread(where, app, timeout_s, timeouts or Timeouts())
+    thread = SocketThread(where, app, timeout_s, timeouts or Timeouts(), key_for(where, key))
     try:
         thread.greet()
     except BaseException:
@@ -91,8 +98,20 @@ def connect(
     return Room(thread)
 
 
-def prepare(dealer: zmq.Socket[Any]) -> None:
-    """Sets a socket's options, before it is connected."""
+def prepare(dealer: zmq.Socket[Any], key: ClientKey | None) -> None:
+    """Sets a socket's options, before it is connected.
+
+    Raises:
+        BadKey: libzmq doesn't take these keys.
+    """
+    if key is not None:
+        try:
+            dealer.set(zmq.CURVE_SERVERKEY, key.server.encode())
+            dealer.set(zmq.CURVE_PUBLICKEY, key.public.encode())
+            dealer.set(zmq.CURVE_SECRETKEY, key.secret.encode())
+        except (zmq.ZMQError, UnicodeEncodeError) as error:
+            dealer.close(0)
+            raise BadKey(f"{key.path} holds no keys that ZeroMQ could use; make it anew.") from error
     dealer.set(zmq.LINGER, 0)  # else unsent frames keep the process from leaving
     dealer.set(zmq.SNDHWM, FRAMES_MAX)
     dealer.set(zmq.RCVHWM, FRAMES_MAX)
@@ -106,6 +125,18 @@ def event_of(message: list[bytes]) -> int:
 
 def hello(app: str) -> Hello:
     return Hello(app=app, client=f"stateroom-python, process {os.getpid()}")
+
+
+def key_refused(endpoint: str, key: ClientKey | None) -> KeyRefused:
+    if key is None:
+        return KeyRefused(
+            f"Who listens at {endpoint} lets nobody in without a key. Give connect(key=FILE) or set "
+            f"{VARIABLE}; `stateroom keys client NAME` makes such a file where the daemon is."
+        )
+    return KeyRefused(
+        f"The daemon at {endpoint} doesn't let the key in {key.path} in: it was revoked, or never allowed, "
+        "or is for another daemon. `stateroom keys list` there names those that are."
+    )
 
 
 def no_daemon(endpoint: str, waited_s: float, *, silent: bool) -> NoDaemon:
@@ -125,15 +156,21 @@ class _Link:
 
     Attributes:
         connected: somebody listens there.
+        refused: and doesn't let us in; `denied`: because of our key, as it said itself.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first_id: int, timeouts: Timeouts
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        first_id: int,
+        timeouts: Timeouts,
+        key: ClientKey | None,
     ):
         self.exchange: Exchange[Inbox] = Exchange(Connection(first_id=first_id, cancel_s=timeouts.cancel_s))
-        self.connected = False
+        self.connected = self.refused = self.denied = False
         self.dealer = context.socket(zmq.DEALER)
-        prepare(self.dealer)
+        prepare(self.dealer, key)
         self.monitor = self.dealer.get_monitor_socket(LINK_EVENTS)
         try:
             self.dealer.connect(endpoint)
@@ -174,6 +211,8 @@ class _Link:
     def _look_at_monitor(self) -> None:
         event = event_of(self.monitor.recv_multipart())
         self.connected = self.connected or event == zmq.EVENT_CONNECTED
+        self.refused = self.refused or bool(event & FAILURES)
+        self.denied = self.denied or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         if event & LOST_EVENTS:
             self._receive(FRAMES_MAX)  # what came before the end still counts
             self.exchange.lose(GONE)
@@ -211,8 +250,11 @@ class SocketThread:
 
     greeting: HelloResult
 
-    def __init__(self, endpoint: str, app: str, connect_s: float, timeouts: Timeouts) -> None:
+    def __init__(
+        self, endpoint: str, app: str, connect_s: float, timeouts: Timeouts, key: ClientKey | None
+    ) -> None:
         self.endpoint = endpoint
+        self._key = key
         self.app = app
         self.timeouts = timeouts
         self._connect_s = connect_s
@@ -359,14 +401,17 @@ class SocketThread:
                 raise no_daemon(self.endpoint, self._connect_s, silent=link.connected)
             if self._stopping or not isinstance(answer, Disconnected):
                 raise cast("StateroomError | ClientError", answer)
-            if time.monotonic() + RETRY_S >= deadline:
+            late = time.monotonic() + RETRY_S >= deadline
+            if link.denied or (late and link.refused):
+                raise key_refused(self.endpoint, self._key)
+            if late:
                 raise no_daemon(self.endpoint, self._connect_s, silent=False)
             time.sleep(RETRY_S)
 
     def _attempt(
         self, context: zmq.Context[zmq.Socket[bytes]], deadline: float
     ) -> tuple[_Link, Result | StateroomError | ClientError]:
-        link = _Link(context, self.endpoint, self._next_id, self.timeouts)
+        link = _Link(context, self.endpoint, self._next_id, self.timeouts, self._key)
         inbox = Inbox(self._cancel)
         now = time.monotonic()
         link.exchange.start(hello(self.app), Wait(deadline - now), inbox, now)

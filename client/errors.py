@@ -163,5 +163,13 @@ class BadEndpoint(ClientError, ValueError):
     """The endpoint, or a variable that names it, can't work; the message says why and what to do."""
 
 
+class BadKey(ClientError, ValueError):
+    """The key file can't be used; the message says why and what to do."""
+
+
+class KeyRefused(ClientError, ConnectionError):
+    """A daemon is there, and doesn't let this key in, or wants one; the message says what to do."""
+
+
 class WrongProcess(ClientError, RuntimeError):
     """A Room was used in another process (a forked child) or event loop than the one it was made in."""

@@ -124,14 +124,21 @@ class Keys:
                 f"There is a key already. Another one makes the files of all clients worthless; if that is "
                 f"what you want, remove {self._server} first.",
             )
-        write_key_file(self._server, {"public": pair.public, "secret": pair.secret}, replace=False)
+        write_key_file(self._server, {"public": pair.public, "secret": pair.secret})
 
     def clients(self) -> dict[str, str]:
         """The public key of each client that is allowed, by name."""
         return dict(_entries(self._allowed))
 
     def allow(self, name: str, public: str) -> None:
-        """Lets a client in, from its next connection on.
+        """Lets a client in, from its next connection on. Errors as for `check_new`."""
+        self.check_new(name, public)
+        make_private(self.folder)
+        make_private(self._allowed)
+        _write(self._allowed / name, f"{public}\n")
+
+    def check_new(self, name: str, public: str) -> None:
+        """Sees whether a client could be allowed.
 
         Raises:
             Leave: the name or key is no such, is taken, or there are too many.
@@ -146,9 +153,6 @@ class Keys:
             raise Leave(CONFIG, f"That key is allowed already, as {_named(known, public)}.")
         if len(known) >= CLIENTS_MAX:
             raise Leave(CONFIG, f"There can be {CLIENTS_MAX} clients; revoke some.")
-        make_private(self.folder)
-        make_private(self._allowed)
-        _write(self._allowed / name, f"{public}\n", replace=False)
 
     def revoke(self, name: str) -> None:
         """Raises: Leave: there is no such client."""
@@ -239,16 +243,16 @@ def read_key_file(path: Path, *, secret: bool) -> dict[str, str]:
     return {str(name): value for name, value in told.items() if isinstance(value, str)}
 
 
-def write_key_file(path: Path, fields: dict[str, str], *, replace: bool) -> None:
+def write_key_file(path: Path, fields: dict[str, str]) -> None:
     """A key file of mode 0600, there completely or not at all.
 
     Raises:
-        Leave: it can't be written, or is there and is not to be replaced.
+        Leave: it can't be written, or something is there already: keys are never overwritten.
     """
-    _write(path, json.dumps({"stateroom_key": FORMAT, **fields}, indent=2) + "\n", replace)
+    _write(path, json.dumps({"stateroom_key": FORMAT, **fields}, indent=2) + "\n")
 
 
-def _write(path: Path, text: str, replace: bool) -> None:
+def _write(path: Path, text: str) -> None:
     try:
         descriptor, name = tempfile.mkstemp(prefix=".new-", dir=path.parent)  # 0600
         try:
@@ -256,10 +260,7 @@ def _write(path: Path, text: str, replace: bool) -> None:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            if replace:
-                os.replace(name, path)
-            else:
-                os.link(name, path)  # unlike a rename it never overwrites
+            os.link(name, path)  # unlike a rename it never overwrites
         finally:
             Path(name).unlink(missing_ok=True)
     except FileExistsError as error:

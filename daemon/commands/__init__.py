@@ -18,12 +18,14 @@ from stateroom.daemon.commands.chat import chat
 from stateroom.daemon.commands.demo import demo
 from stateroom.daemon.commands.doctor import doctor
 from stateroom.daemon.commands.generate import generate
+from stateroom.daemon.commands.keys import app as keys
 from stateroom.daemon.commands.model import app as model
 from stateroom.daemon.commands.ps import ps, stats
 from stateroom.daemon.commands.serve import serve
+from stateroom.daemon.commands.service import app as service
 from stateroom.daemon.commands.stop import stop
 from stateroom.daemon.commands.version import version
-from stateroom.daemon.exits import FAILED, Leave
+from stateroom.daemon.exits import FAILED, LAUNCHD, OK, PERMANENT, SERVICE_VARIABLE, Leave
 from stateroom.daemon.models import ModelsError
 
 INTERRUPTED = 130  # as a shell reports a program ended by Ctrl-C
@@ -38,6 +40,8 @@ app = typer.Typer(
 for command in (serve, stop, demo, generate, chat, ps, stats, doctor, bench, version):
     app.command()(command)
 app.add_typer(model, name="model")
+app.add_typer(service, name="service")
+app.add_typer(keys, name="keys")
 
 
 def run() -> int:
@@ -68,4 +72,6 @@ def prepare_streams() -> None:
 
 def failed(message: str, code: int) -> int:
     sys.stderr.write(f"stateroom: {message}\n")
+    if code in PERMANENT and os.environ.get(SERVICE_VARIABLE) == LAUNCHD:
+        return OK  # so that it isn't tried again for ever
     return code
