@@ -9,6 +9,10 @@ DAMAGED = 65  # the catalog is damaged, or of a newer version or another program
 RUNNING = 69  # another daemon holds this runtime directory or endpoint
 FORBIDDEN = 77  # a directory or path that isn't ours, isn't private, or isn't a socket
 
+PERMANENT = (CONFIG, DAMAGED, RUNNING, FORBIDDEN)  # trying again can't help
+# launchd starts again whatever didn't leave with 0, whatever its number; our plist says who starts us.
+SERVICE_VARIABLE, LAUNCHD = "STATEROOM_SERVICE", "launchd"
+
 
 class Leave(Exception):
     """The daemon can't start or go on; `message` is one sentence for whoever started it."""

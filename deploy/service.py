@@ -1,0 +1,112 @@
+"""Stateroom as a service of the user: what is run, by whichever manager (`launchd.py`, `systemd.py`).
+
+A service manager starts with an almost empty environment, in `/`, and expands nothing: every path here is
+absolute, every variable spelt out.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from stateroom.client.paths import home_dir, runtime_dir
+
+PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+OPEN_FILES = 8_192  # one a client, a few a worker; launchd gives 256
+STOP_S = 15  # from SIGTERM to SIGKILL; the daemon parks its sessions and leaves within 5
+RESTART_S = 10  # between two starts at the least
+LOG_NAME = "service.log"  # what is written before the daemon has its own log, and crashes
+INHERITED = ("STATEROOM_MODELS_DIR", "HF_HOME", "LANG")  # of the environment it is installed from
+
+
+class ServiceError(Exception):
+    """One sentence that says what went wrong and what to do."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """What is to run: the daemon, and with what."""
+
+    arguments: Sequence[str] = ()  # of `stateroom serve`
+    home: Path = field(default_factory=home_dir)
+    runtime: Path = field(default_factory=runtime_dir)
+    user_home: Path = field(default_factory=Path.home)
+    inherited: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    python: str = sys.executable
+
+    @property
+    def command(self) -> list[str]:
+        return [self.python, "-m", "stateroom.daemon.cli", "serve", "--log", "json", *self.arguments]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """All that it gets."""
+        own = {
+            "HOME": str(self.user_home),
+            "PATH": PATH,
+            "STATEROOM_HOME": str(self.home),
+            "STATEROOM_RUNTIME_DIR": str(self.runtime),
+        }
+        return own | {name: self.inherited[name] for name in INHERITED if self.inherited.get(name)}
+
+    @property
+    def log(self) -> Path:
+        return self.home / "logs" / LOG_NAME
+
+    def make_folders(self) -> None:
+        """Those that the manager expects to be there."""
+        self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.log.parent.mkdir(mode=0o700, exist_ok=True)
+
+
+@dataclass(frozen=True)
+class Status:
+    """`installed`: it starts by itself; `running`: there is a process, `pid`."""
+
+    installed: bool
+    running: bool
+    pid: int | None = None
+    last_exit: str | None = None  # in the manager's words
+    where: str = ""  # the file that says what is run
+    note: str = ""  # what the user should know
+
+
+class Manager(Protocol):
+    """launchd or systemd, for this user. Each verb may be repeated, and raises `ServiceError`."""
+
+    def install(self, service: Service) -> Status: ...
+    def uninstall(self) -> None: ...
+    def start(self) -> Status: ...
+    def stop(self) -> None: ...
+    def restart(self) -> Status: ...
+    def status(self) -> Status: ...
+
+
+def manager() -> Manager:
+    """That of this machine.
+
+    Raises `ServiceError` where there is none that is known.
+    """
+    if sys.platform == "darwin":
+        from stateroom.deploy.launchd import Launchd
+
+        return Launchd()
+    from stateroom.deploy.systemd import Systemd
+
+    return Systemd()
+
+
+def written(path: Path, content: bytes) -> bool:
+    """Writes a file, whole or not at all; False when it was like that already."""
+    if path.exists() and path.read_bytes() == content:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_name(f".{path.name}.new")
+    staged.write_bytes(content)
+    staged.chmod(0o644)
+    staged.replace(path)
+    return True
