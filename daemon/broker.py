@@ -144,6 +144,8 @@ class Broker:
         self._tick_alarm.ring_in(TICK_S)
         self.work.expire()
         self.supervisor.tick()
+        if self.desk.admitting:
+            self.work.look_round()
 
     def _expel(self, door: Door) -> None:
         door.allowed.refresh()

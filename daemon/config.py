@@ -62,6 +62,7 @@ class Config:
     weights: tuple[tuple[str, float], ...] = ()  # of apps whose part of a device isn't 1
     gap_ms: float | None = None  # of running streams; None: by the device
     rows_max: int = BATCH_MAX
+    verify_every_s: float | None = None  # sessions are verified this often; None: when asked for
     log_format: LogFormat = "console"
     log_level: str = "info"
     log_content: bool = False

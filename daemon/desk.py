@@ -51,6 +51,7 @@ from stateroom.client.protocol import (
     Sync,
     Unload,
     Unpublish,
+    Verify,
     Watch,
 )
 from stateroom.client.wire import PlainResult, to_wire
@@ -192,8 +193,10 @@ class Desk:
             self._work.run(ticket, self._catalog.find(peer.app, request.session or ""))
         elif isinstance(request, Unpublish):
             self._work.unpublish(ticket, self._catalog.published(peer.app, request.name))
-        elif isinstance(request, SessionRequest | Prefill | Sync):
-            session = self._catalog.find(peer.app, request.session)
+        elif isinstance(request, Verify) and request.session is None:
+            self._work.look_at(ticket, self._work.checks.pick())
+        elif isinstance(request, SessionRequest | Prefill | Sync | Verify):
+            session = self._catalog.find(peer.app, request.session or "")
             if isinstance(request, Info):
                 ticket.session = session
                 self._tickets.reply(ticket, InfoResult(info=self._info(session)))

@@ -24,6 +24,7 @@ from stateroom.client.protocol import (
     Request,
     Result,
     SessionRequest,
+    Verify,
 )
 from stateroom.client.wire import body_to_wire, encode_reply, to_wire
 from stateroom.daemon.catalog import Session
@@ -61,6 +62,8 @@ class Ticket:
     @property
     def reads(self) -> bool:
         """It looks at its session and leaves it to whoever has it."""
+        if isinstance(self.request, Verify):
+            return self.request.session is None  # one that the daemon picked
         return isinstance(self.request, SessionRequest) and not OPERATIONS[self.op].changes
 
     @property

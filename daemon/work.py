@@ -26,16 +26,19 @@ from stateroom.client.protocol import (
     Open,
     Publish,
     Result,
+    Verify,
+    VerifyResult,
 )
 from stateroom.client.protocol import Close as CloseRequest
 from stateroom.daemon.catalog import Catalog, Session
+from stateroom.daemon.checks import Checks
 from stateroom.daemon.endings import CLOSED, GONE, Settlement, abandoned, lost, streams, unstarted
 from stateroom.daemon.lifecycle import EngineState, RequestEvent, RequestState, SessionEvent, SessionState
 from stateroom.daemon.link import Adopt, Answer, CancelCommand, Command, Journal, Journals
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer
 from stateroom.daemon.supervisor import Engine, Supervisor
-from stateroom.daemon.tickets import Ticket, Tickets
+from stateroom.daemon.tickets import SESSION_SHOWN, Ticket, Tickets
 from stateroom.daemon.watchers import Watchers
 
 SUPERSEDED = ("decode", "prefill", "sync")  # what a newer `sync` ends instead of getting `busy`
@@ -60,6 +63,9 @@ class Work:
         self._tickets, self._catalog, self._supervisor = tickets, catalog, supervisor
         self._watchers, self._metrics, self._log = watchers, metrics, log
         self._settlement = Settlement(catalog, metrics)
+        every_s = supervisor.config.verify_every_s
+        self.checks = Checks(catalog, supervisor.known, supervisor.clock, metrics, every_s)
+        self._looking: int | None = None  # rid of the daemon's own verification
         self._waiting: dict[str, deque[Ticket]] = {}  # model → tickets held until its engine is ready
 
     # ------------------------------------------------------------ requests begin
@@ -137,6 +143,25 @@ class Work:
         self._supervisor.ensure(engine)
         self._catalog.touch(session)
         self._dispatch(ticket, engine)
+
+    def look_at(self, ticket: Ticket, session: Session) -> None:
+        """Verifies a session that the daemon picked: its owner isn't held up, nor is this a use of it."""
+        ticket.session = session
+        self._dispatch(ticket, self._supervisor.engine(session.model))
+
+    def look_round(self) -> None:
+        """Begins the next verification of a round that is due, one at a time."""
+        if self._tickets.get(self._looking) is None and (session := self.checks.due()) is not None:
+            ticket = self._tickets.open_own("verify", Verify(), session)
+            self._looking = ticket.rid
+            self.look_at(ticket, session)
+
+    def _judged(self, session: Session, result: VerifyResult) -> list[tuple[Event, str]]:
+        failed = self.checks.judge(session, result)
+        for event, _ in failed:
+            shown = session.id[:SESSION_SHOWN]
+            self._log.error("verify failed", session=shown, model=session.model, **event.details)
+        return failed
 
     def fork_trunk(self, ticket: Ticket, trunk: Session, request: Fork) -> None:
         """Begins a fork of a published trunk, which nobody has to wait for.
@@ -471,6 +496,8 @@ class Work:
         """Settles what a final answer means for its sessions, replies, and lets in what waited."""
         session = ticket.session
         events = self._settlement.settle(ticket, body)
+        if isinstance(body, VerifyResult) and session is not None:
+            events += self._judged(session, body)
         self._tickets.reply(ticket, body)
         for event, owner in events:
             self._watchers.publish(event, owner)

@@ -19,6 +19,8 @@ from stateroom.daemon.keys import KEYS_NAME, Keys, over_network
 from stateroom.daemon.logs import LogFormat
 from stateroom.daemon.models import models_dir
 
+MIN_VERIFY_HOURS = 0.01
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -62,6 +64,14 @@ def serve(
     rows_max: Annotated[
         int, typer.Option(min=1, max=BATCH_MAX, help="Streams of a model that decode at once; others wait.")
     ] = BATCH_MAX,
+    verify_every: Annotated[
+        float | None,
+        typer.Option(
+            min=MIN_VERIFY_HOURS,
+            help="HOURS: so often every idle session is computed again in the background and compared with "
+            "what is stored; `stats` counts, the log tells of those that differ.",
+        ),
+    ] = None,
     allow_any_model: Annotated[
         bool, typer.Option(help="Let clients open any model by its path or Hugging Face id.")
     ] = False,
@@ -104,6 +114,7 @@ def serve(
         weights=parse_weights(weight or []),
         gap_ms=gap_ms,
         rows_max=rows_max,
+        verify_every_s=None if verify_every is None else verify_every * 3600.0,
         log_format=log,
         log_level=log_level,
         log_content=log_content,

@@ -364,8 +364,9 @@ class Commands:
         engine.answer(work.rid, work.result(), engine.journal(session, session.length))
 
     def _verify(self, command: Command, request: p.Verify) -> None:
-        session = self._idle_session(command)
-        begin_verify(self.engine, command.rid, session, picked=request.session is None)
+        picked = request.session is None  # by the broker
+        session = self._session(command) if picked else self._idle_session(command)
+        begin_verify(self.engine, command.rid, session, picked=picked)
 
     # ------------------------------------------------------------ reading, closing
 

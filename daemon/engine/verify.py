@@ -127,7 +127,8 @@ def begin_verify(engine: Engine, rid: int, session: Session, *, picked: bool) ->
     """
     if not session.tokens:
         raise Invalid("An empty session has nothing to verify; prefill something first.", field="session")
-    if picked and (session.missing or session.lent or session.cache is None):
+    taken = any(request.session is session for request in engine.requests.values())
+    if picked and (taken or session.missing or session.cache is None):
         raise NotFound("There is no idle session with KV right now.", field="session")
     nbytes = _needed_bytes(engine, session)
     if not session.missing:

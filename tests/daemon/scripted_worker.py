@@ -7,6 +7,7 @@ It speaks `daemon/link.py` as a real worker does. `--model` is its script: `key=
     fail          `Failed` for good instead of `Ready`; `fail=soon` for one that may pass
     say           writes a line, a log entry and a line too long to stderr
     text          length of the text of each token (default 1)
+    verify        the error that a `verify` finds, or `slow`: it finds nothing until it is cancelled
 Token ids that are orders, when a prefill meets them:
     DIE           the process is killed
     HANG          it does nothing more, not even pulse
@@ -55,6 +56,8 @@ from stateroom.client.protocol import (
     Trim,
     Unpublish,
     Usage,
+    Verify,
+    VerifyResult,
 )
 from stateroom.daemon.link import (
     Adopt,
@@ -254,6 +257,19 @@ class Worker:
             self.answer(
                 rid, ForkResult(sessions=command.children, length=before, shared_bytes=0, copied_bytes=0)
             )
+        elif isinstance(request, Verify):
+            slow = self.script.get("verify") == "slow"
+            while slow and rid not in self.cancelled:
+                yield
+            error = 0.0 if slow else self.pause("verify", 0.0)
+            verified = VerifyResult(
+                max_abs_logit_error=error,
+                max_abs_logit=1.0,
+                argmax_agree=True,
+                length=before,
+                finish=self.finish(rid),
+            )
+            self.answer(rid, verified)
         elif isinstance(request, ReadTokens):
             self.answer(rid, TokensResult(tokens=tokens[request.start or 0 : request.to], text=""))
         elif isinstance(request, Score):
