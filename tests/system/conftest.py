@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ _told: list[str] = []
 Tell = Callable[[str], None]
 RawClient = Callable[..., Raw]
 ConnectTo = Callable[..., Room]
+Restart = Callable[[RunningDaemon], RunningDaemon]
 
 
 @pytest.fixture
@@ -82,6 +84,24 @@ def connect_to() -> Iterator[ConnectTo]:
     yield make
     for room in rooms:
         room.close()
+
+
+@pytest.fixture
+def restart() -> Iterator[Restart]:
+    """Starts a daemon again as it was started first, in the same places."""
+    started: list[RunningDaemon] = []
+
+    def again(daemon: RunningDaemon) -> RunningDaemon:
+        with daemon.log.open("ab") as log:
+            process = subprocess.Popen(
+                daemon.process.args, env=daemon.env, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+        started.append(RunningDaemon(daemon.endpoint, process, daemon.folder, daemon.env))
+        return started[-1]
+
+    yield again
+    for daemon in started:
+        daemon.stop()
 
 
 def await_model(daemon: RunningDaemon) -> None:

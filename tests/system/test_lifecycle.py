@@ -9,14 +9,13 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from tests.conftest import RunningDaemon, StartDaemon
 from tests.daemon.rig import Raw
-from tests.system.conftest import ConnectTo, RawClient, Tell, await_model
+from tests.system.conftest import ConnectTo, RawClient, Restart, Tell, await_model
 from tests.system.footprint import gone, seconds_until
 from tests.system.test_streams import ENDLESS, PROMPT, begun, greedy
 
@@ -34,26 +33,6 @@ ORPHANS_S = 2.0  # a worker outlives its broker by this at most
 LEAVE_S = 5.0  # from SIGTERM to the end
 SILENCE_S = 10.0  # of a worker, after which it is told to be silent
 REFUSED_S = 20.0
-
-Restart = Callable[[RunningDaemon], RunningDaemon]
-
-
-@pytest.fixture
-def restart() -> Iterator[Restart]:
-    """Starts a daemon again as it was started first, in the same places."""
-    started: list[RunningDaemon] = []
-
-    def again(daemon: RunningDaemon) -> RunningDaemon:
-        with daemon.log.open("ab") as log:
-            process = subprocess.Popen(
-                daemon.process.args, env=daemon.env, stdout=log, stderr=log, stdin=subprocess.DEVNULL
-            )
-        started.append(RunningDaemon(daemon.endpoint, process, daemon.folder, daemon.env))
-        return started[-1]
-
-    yield again
-    for daemon in started:
-        daemon.stop()
 
 
 @pytest.fixture
