@@ -23,6 +23,7 @@ from stateroom.caches.layout import CAPACITY_STEP, capacity_for
 from stateroom.caches.session import SessionCache
 from stateroom.daemon.engine.flight import Flight
 from stateroom.daemon.engine.sampling import sample
+from stateroom.daemon.engine.session import Session
 from stateroom.daemon.engine.speculation import verify
 from stateroom.daemon.engine.speculation.depth import WIDTHS
 from stateroom.daemon.engine.speculation.lookup import Draft
@@ -55,6 +56,7 @@ class Batch:
     landing: Flight | None = None  # being read; its streams may have left already
     _steps: int = field(default=0, init=False)  # since rows came or went
     _arrange_at: int = field(default=0, init=False)  # steps; twice as many each time
+    _places: dict[Session, tuple[SessionCache, int]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.cache = Group(apart=self.apart)
@@ -101,6 +103,7 @@ class Batch:
 
     def clear(self) -> None:
         """Lets everything go: a step failed."""
+        self._places = None
         self.members, self.cache, self.flight, self.landing = [], Group(apart=self.apart), None, None
 
     # ------------------------------------------------------------ what is stored together
@@ -112,6 +115,16 @@ class Batch:
 
     def _changed(self) -> None:
         self._steps = self._arrange_at = 0
+        self._places = None
+
+    def place(self, session: Session) -> tuple[SessionCache, int] | None:
+        """The part that holds a member's row, and which row of it that is; None: it is no member."""
+        if (
+            self._places is None
+        ):  # made once for as long as rows stay where they are: it is asked for every token
+            members = (stream.session for stream in self.members)
+            self._places = dict(zip(members, self.cache.places(), strict=True))
+        return self._places.get(session)
 
     def arrange(self) -> None:
         """Packs rows that gain by it, and parts those that pad each other too much. RuntimeError in a round.
@@ -133,6 +146,7 @@ class Batch:
             if self.has_room(int(columns * places[part_wanted[0]][0].bytes_per_token)):
                 order = self.cache.pack([self.members.index(stream) for stream in together])
                 self.members = [self.members[number] for number in order]
+                self._places = None
 
     # ------------------------------------------------------------ a step
 

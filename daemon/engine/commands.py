@@ -11,6 +11,7 @@ import math
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -22,13 +23,14 @@ from stateroom.daemon.engine.decoding import without_numbers
 from stateroom.daemon.engine.engine import Engine
 from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.filling import Work
-from stateroom.daemon.engine.memory import STEP
+from stateroom.daemon.engine.ladder import Waiter
+from stateroom.daemon.engine.memory import STEP, NoRoom
 from stateroom.daemon.engine.sampling import check as check_sampling
 from stateroom.daemon.engine.score import Score
 from stateroom.daemon.engine.session import Change, Session, apply, common_prefix, plan
 from stateroom.daemon.engine.stream import Stream
 from stateroom.daemon.engine.verify import begin_verify
-from stateroom.daemon.link import Adopt, CancelCommand, ChatTurn, Command
+from stateroom.daemon.link import Adopt, Budget, CancelCommand, ChatTurn, Command
 
 
 class Commands:
@@ -37,6 +39,7 @@ class Commands:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.loaded = engine.loaded
+        self._given_up: int | None = None  # the command that is being ended without having begun
         self._handlers: dict[type[p.Request], Callable[[Command, Any], None]] = {
             p.Open: self._open,
             p.Prefill: self._prefill,
@@ -52,18 +55,47 @@ class Commands:
             p.Verify: self._verify,
         }
 
-    def take(self, command: Command | Adopt | CancelCommand) -> None:
-        """Carries out one message; every error becomes the command's final answer."""
-        if isinstance(command, CancelCommand):
-            self.engine.cancel(command.rid)
-            return
+    def take(self, message: Command | Adopt | CancelCommand | Budget) -> None:
+        """Carries out one message; every error becomes the command's final answer.
+
+        One that is refused for want of memory may be held, and taken again from its start.
+        """
+        if isinstance(message, CancelCommand):
+            self.engine.cancel(message.rid)
+        elif isinstance(message, Budget):
+            self.engine.ladder.limit(message.nbytes)
+        else:
+            self._take(message)
+
+    def _take(self, command: Command | Adopt) -> None:
+        rid, session = command.rid, self.engine.sessions.get(command.session or "")
+        self.engine.touch(session)
+        again, give_up = partial(self._carry_out, command), partial(self._give_up, command)
         try:
-            if isinstance(command, Adopt):
-                self._adopt(command)
-            else:
-                self._handlers[type(command.request)](command, command.request)
+            again()
+        except NoRoom as refusal:
+            self.engine.ladder.hold(
+                Waiter(rid, session, again, give_up, partial(self.engine.fail, rid)), refusal
+            )
+        except Exception as error:
+            self.engine.fail(rid, error)
+
+    def _carry_out(self, command: Command | Adopt) -> None:
+        if isinstance(command, Adopt):
+            self._adopt(command)
+        else:
+            self._handlers[type(command.request)](command, command.request)
+
+    def _give_up(self, command: Command | Adopt) -> None:
+        """Ends a command that was cancelled before it could begin, as any other; that needs no room."""
+        self._given_up = command.rid
+        try:
+            self._carry_out(command)
         except Exception as error:
             self.engine.fail(command.rid, error)
+        finally:
+            self._given_up = None
+        self.engine.cancel(command.rid)
 
     # ------------------------------------------------------------ checks
 
@@ -80,7 +112,13 @@ class Commands:
         for request in self.engine.requests.values():
             if request.session is session:
                 raise Busy("The session has another request running.", request=request.rid)
+        if self.engine.ladder.holds(session):
+            raise Busy("The session has a request that waits for memory.")
         return session
+
+    def _begin(self, fill: Fill) -> None:
+        fill.cancelled = fill.rid == self._given_up
+        self.engine.sharing.begin(fill)
 
     # ------------------------------------------------------------ opening, content
 
@@ -104,7 +142,7 @@ class Commands:
             opens=True,
         )
         try:
-            self.engine.sharing.begin(fill)
+            self._begin(fill)
         except Exception:
             self.engine.sharing.leave(session)
             raise
@@ -166,7 +204,7 @@ class Commands:
 
         now_ms = self.engine.clock_ms()
         fill = Fill(command.rid, session, change, then, now_ms, progress=progress, chat=bool(messages))
-        self.engine.sharing.begin(fill)
+        self._begin(fill)
 
     def _trim(self, command: Command, request: p.Trim) -> None:
         session = self._idle_session(command)
@@ -236,7 +274,7 @@ class Commands:
         if drafter is not None:
             drafts = session.guesser.drafts if session.guesser is not None else None
             beside = max(drafter.projected_bytes(most) - (drafts.nbytes if drafts is not None else 0), 0)
-        if not session.missing:
+        if not session.missing and command.rid != self._given_up:
             self.engine.memory.admit(session.served, (session, most), at_once=STEP, beside=beside)
         received = self.engine.clock_ms()
 
@@ -273,7 +311,7 @@ class Commands:
             # The content is as it was; only KV that was dropped is computed again.
             change = plan(session, session.length, [])
             fill = Fill(command.rid, session, change, then, received, most=most, beside=beside)
-            self.engine.sharing.begin(fill)
+            self._begin(fill)
 
     def _fork(self, command: Command, request: p.Fork) -> None:
         session = self._idle_session(command)
@@ -342,7 +380,8 @@ class Commands:
             tokens = self.loaded.tokenizer.encode(request.text or "", first=False)
         inputs.check_tokens(tokens, self.loaded.vocab)
         inputs.check_length(session.length + len(tokens), self.loaded.context)
-        self.engine.memory.admit(session.served, (None, session.length + len(tokens)))
+        if command.rid != self._given_up:
+            self.engine.memory.admit(session.served, (None, session.length + len(tokens)))
         if not tokens:
             self.engine.answer(command.rid, p.ScoreResult(tokens=[], logprobs=[], total=0.0))
             return
@@ -353,7 +392,7 @@ class Commands:
             self.engine.filling.begin(score)
 
         fill = Fill(command.rid, session, plan(session, session.length, []), then, self.engine.clock_ms())
-        self.engine.sharing.begin(fill)
+        self._begin(fill)
 
     def _scored(self, work: Work) -> None:
         assert isinstance(work, Score)
@@ -364,9 +403,8 @@ class Commands:
         engine.answer(work.rid, work.result(), engine.journal(session, session.length))
 
     def _verify(self, command: Command, request: p.Verify) -> None:
-        picked = request.session is None  # by the broker
-        session = self._session(command) if picked else self._idle_session(command)
-        begin_verify(self.engine, command.rid, session, picked=picked)
+        session = self._idle_session(command)
+        begin_verify(self.engine, command.rid, session, picked=request.session is None)
 
     # ------------------------------------------------------------ reading, closing
 

@@ -32,6 +32,7 @@ from stateroom.daemon.engine.disk import Disk, Shelving
 from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.filling import Filling, Work
 from stateroom.daemon.engine.kv import Schemes
+from stateroom.daemon.engine.ladder import Ladder
 from stateroom.daemon.engine.memory import Memory
 from stateroom.daemon.engine.model import LoadedModel, load
 from stateroom.daemon.engine.problem import ModelError
@@ -90,6 +91,7 @@ class Engine:
         self.decoding = Decoding(self)
         self.filling = Filling(self)
         self.sharing = Sharing(self)
+        self.ladder = Ladder(self)
         self.conservation = Conservation(self)
         self._load_drafter = load_drafter
         self._drafter: tuple[str, Drafter] | None = None  # one at the most: its weights stay
@@ -150,6 +152,8 @@ class Engine:
         self, rid: int, body: Body, journal: Journal | None = None, born: Sequence[Session] = ()
     ) -> None:
         """`born`: sessions that the request made besides its own."""
+        told = [self.sessions.get(journal.session)] if journal is not None else []
+        self.touch(*told, *born)
         journals = [self.journal(session, session.length) for session in born]
         self.emit(Answer(rid, body, journal, journals))
 
@@ -195,6 +199,18 @@ class Engine:
     # ------------------------------------------------------------ the loop
 
     @property
+    def busy(self) -> set[Session]:
+        """Sessions that have a request."""
+        return {request.session for request in self.requests.values()}
+
+    def touch(self, *sessions: Session | None) -> None:
+        """They are in use now; who was not for the longest time gives way first when memory is short."""
+        now_ms = self.clock_ms()
+        for session in sessions:
+            if session is not None:
+                session.used_ms = now_ms
+
+    @property
     def kv_bytes(self) -> int:
         """KV held on the device by all sessions and batches."""
         return self.memory.held_bytes
@@ -223,6 +239,7 @@ class Engine:
             decoding.end_cancelled(rid)
         if not self.requests:
             filling.idle()
+        self.ladder.turn()
         return more or len(self.requests) > self._waiting_for_disk()
 
     def _waiting_for_disk(self) -> int:
@@ -235,9 +252,11 @@ class Engine:
         if request is not None:
             request.cancelled = True
             self._cancelled.append(rid)
+        else:
+            self.ladder.cancel(rid)
 
     def cancel_all(self) -> None:
-        for rid in list(self.requests):
+        for rid in [*self.ladder.rids, *self.requests]:
             self.cancel(rid)
 
     def finish_fill(self, fill: Fill) -> None:

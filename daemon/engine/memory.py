@@ -9,7 +9,7 @@ long as nobody else refers to its planes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,10 +20,13 @@ from stateroom.caches.rows import PackedRows
 from stateroom.caches.session import SessionCache
 from stateroom.caches.trunk import Trunk
 from stateroom.client.errors import Capacity
+from stateroom.daemon.engine.demotion import Held, Idle
 from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.kv import Served
 from stateroom.daemon.engine.score import Score
 from stateroom.daemon.engine.session import CHECKPOINT_EVERY, Session
+from stateroom.daemon.engine.speculation.guesser import Guesser
+from stateroom.daemon.engine.stream import Stream
 from stateroom.daemon.engine.verify import Verify
 from stateroom.daemon.scheduler.pace import QUANTUM_MAX
 
@@ -34,6 +37,34 @@ RETRY_AFTER_S = 5.0  # told with `capacity`; sessions close or end in about that
 STEP = 1  # tokens that a decoding session takes at once
 
 Part = Trunk | Checkpoint  # what several sessions may hold
+
+
+class NoRoom(Capacity):
+    """Refused by the budget; the ladder may make room. `theirs`: sessions that must keep what they have."""
+
+    def __init__(self, needed: int, free: int, budget: int, theirs: frozenset[Session | None]) -> None:
+        self.needed_bytes, self.budget_bytes, self.theirs = needed, budget, theirs
+        fits = needed <= budget
+        advice = "close sessions or try again" if fits else f"the budget is {budget}: it can't fit"
+        super().__init__(
+            f"This needs {needed} bytes of KV and {max(free, 0)} are free; {advice}.",
+            needed_bytes=needed,
+            free_bytes=max(free, 0),
+            retry_after_s=RETRY_AFTER_S,
+        )
+
+    def bare(self) -> NoRoom:
+        """Without the frames that raised it: what they have in view, such as a loan, would be held by it."""
+        self.__traceback__ = self.__context__ = None
+        return self
+
+    def after(self, free: int, demotable: int) -> Capacity:
+        """What to answer when no room could be made: as it is now, with what idle sessions could give."""
+        return Capacity(
+            f"This needs {self.needed_bytes} bytes of KV; {max(free, 0)} are free, and idle sessions hold "
+            f"{demotable}; the budget is {self.budget_bytes}. Close sessions or try again.",
+            **self.details | {"free_bytes": max(free, 0), "demotable_bytes": demotable},
+        )
 
 
 class Told(NamedTuple):
@@ -92,11 +123,17 @@ class Memory:
         batched = [batch.cache for batch in self._engine.decoding.batches if batch.cache is not None]
         trunks = {trunk for cache in batched for trunk in cache.trunks if trunk.number not in self._sizes}
         rows = sum(cache.nbytes_capacity for cache in batched)
-        drafts = self._engine.decoding.guessers.nbytes
-        return self._own + self._parts + rows + sum(trunk.nbytes for trunk in trunks) + drafts
+        return self._own + self._parts + rows + sum(trunk.nbytes for trunk in trunks) + self._drafts()
+
+    def _drafts(self) -> int:
+        """KV of drafting models: of sessions that speculated lately, and of all streams that do."""
+        streams = (request for request in self._engine.requests.values() if isinstance(request, Stream))
+        running = {stream.guesser for stream in streams}  # one may have been evicted meanwhile
+        kept = {session.guesser for session in self._engine.decoding.guessers.sessions()}
+        return sum(map(drafts_of, running | kept))
 
     def _count(self) -> None:
-        busy = {request.session for request in self._engine.requests.values()}
+        busy = self._engine.busy
         for session in self._stale | self._busy | busy:
             there = self._engine.sessions.get(session.id) is session
             self._recount(session, _holding(session, session.cache, 0) if there else NOTHING)
@@ -150,9 +187,9 @@ class Memory:
         if not session.lent:
             return session.cache, 0
         for batch in self._engine.decoding.batches:
-            for row, stream in enumerate(batch.members):
-                if stream.session is session:
-                    return batch.cache.place(row)
+            place = batch.place(session)
+            if place is not None:
+                return place
         return None, 0
 
     # ------------------------------------------------------------ checkpoints
@@ -195,41 +232,63 @@ class Memory:
             return
         free = self.budget_bytes - self.held_bytes - self._promised()
         if needed > max(free, 0) and not self._made_room(needed - free, theirs or set()):
-            if needed > self.budget_bytes:
-                advice = f"the budget is {self.budget_bytes}: it can't fit"
-            else:
-                advice = "close sessions or try again"
-            raise Capacity(  # what takes nothing more is never refused
-                f"This needs {needed} bytes of KV and {max(free, 0)} are free; {advice}.",
-                needed_bytes=needed,
-                free_bytes=max(free, 0),
-                retry_after_s=RETRY_AFTER_S,
-            )
+            # What takes nothing more is never refused.
+            raise NoRoom(needed, free, self.budget_bytes, frozenset(theirs or ()))
+
+    @property
+    def free_bytes(self) -> int:
+        """Of the budget, less what was promised; below 0 where it was made smaller. Without one, no end."""
+        if self.budget_bytes is None:
+            return 2**62
+        return self.budget_bytes - self.held_bytes - self._promised()
 
     def has_room(self, nbytes: int) -> bool:
         """So much more may be held that nobody asked for: checkpoints, and padding."""
-        if self.budget_bytes is None:
-            return True
-        return self.held_bytes + self._promised() + nbytes <= self.budget_bytes
+        return nbytes <= self.free_bytes
+
+    # ------------------------------------------------------------ who gives way
+
+    def idle(self, theirs: Collection[Session | None] = ()) -> tuple[list[Idle], dict[int, Held]]:
+        """The sessions that hold something and have no request, and what they hold that others may too.
+
+        Without `theirs`.
+        """
+        self._count()
+        busy = self._engine.busy | self._engine.ladder.pinned | set(theirs)
+        found: list[Idle] = []
+        parts: dict[int, Held] = {}
+        for session in {*self._counted, *self._engine.decoding.guessers.sessions()} - busy:
+            own, numbers = self._counted.get(session, (0, ()))
+            for part in _holding(session, session.cache, 0).parts if numbers else ():
+                holders = part.holders if isinstance(part, Trunk) else len(part.trails)
+                parts[part.number] = Held(part.nbytes, holders)
+            own += drafts_of(session.guesser)
+            found.append(Idle(session.id, session.used_ms, own, numbers, session.background))
+        return found, parts
 
     def _made_room(self, wanted_bytes: int, theirs: set[Session | None]) -> bool:
-        """Drops checkpoints of idle sessions, those of the oldest first, if they come to so much."""
-        busy = {request.session for request in self._engine.requests.values()} | theirs
-        sessions = list(self._engine.sessions.values())
-        gone = [session for session in sessions if len(session.trail) and session not in busy]
-        holders = {mark: len(mark.trails) for session in gone for mark in session.trail}  # loans, too
+        """Drafts and checkpoints of idle sessions go, those of the oldest first, if they come to so much."""
+        idle, _ = self.idle(theirs)
+        oldest = [self._engine.sessions[each.id] for each in sorted(idle, key=lambda one: one.age_key)]
+        gone: list[Session] = []
+        holders = {mark: len(mark.trails) for session in oldest for mark in session.trail}  # loans, too
         freed = 0
-        for last, session in enumerate(gone, 1):
+        for session in oldest:
+            if freed >= wanted_bytes:
+                break
+            before = freed
+            freed += drafts_of(session.guesser)
             for mark in session.trail:
                 holders[mark] -= 1
                 if not holders[mark]:
                     freed += mark.nbytes
-            if freed >= wanted_bytes:
-                gone = gone[:last]
-                break
+            if freed > before or len(session.trail):
+                gone.append(session)
         if freed < wanted_bytes:
             return False
         for session in gone:
+            if session.guesser is not None:
+                session.guesser.drafts = None
             session.trail.cut(-1)
             self.changed(session)
         self._dropped(gone)
@@ -293,6 +352,11 @@ def _holding(session: Session, cache: SessionCache | None, row: int) -> Holding:
     if cache is None:
         return Holding(0, tuple(marks))
     return Holding(cache.nbytes_capacity // cache.rows, (*chained(cache, row), *marks))
+
+
+def drafts_of(guesser: Guesser | None) -> int:
+    """KV of a drafting model that a session holds, in bytes."""
+    return 0 if guesser is None or guesser.drafts is None else guesser.drafts.nbytes
 
 
 def chained(cache: SessionCache, row: int) -> list[Trunk]:

@@ -58,6 +58,7 @@ class Session:
     snapshot_told: str | None = None  # as the broker last heard
     parts_told: tuple[int, ...] = ()  # numbers of what it holds that others may, as the broker last heard
     quantised_told: bool | None = None  # how it is stored, as the broker last heard
+    used_ms: float = 0.0  # when a request last came for it or ended, by the engine's clock
 
     @property
     def length(self) -> int:

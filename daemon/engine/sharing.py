@@ -15,12 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from stateroom.caches.session import SessionCache
 from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.kv import Served
+from stateroom.daemon.engine.ladder import Waiter
+from stateroom.daemon.engine.memory import NoRoom
 from stateroom.daemon.engine.prefixes import Prefixes
 from stateroom.daemon.engine.session import NO_LIMIT, Session, common_prefix, reachable
 from stateroom.daemon.link import Journals
@@ -89,6 +92,9 @@ class Sharing:
 
         Raises `Capacity` when it doesn't fit the budget, and nothing has changed.
         """
+        if fill.cancelled:  # before it began
+            self._engine.filling.begin(fill)  # which ends it
+            return
         memory, found = self._engine.memory, self._lender(fill)
         if found is not None and not self._affords(found[0]):
             found = None
@@ -100,16 +106,31 @@ class Sharing:
             self._waiting[fill.rid] = ahead
             return
         loan = None
-        if found is not None and not self._copies(found[0]):
-            loan = self._loan(fill.tokens, *found)  # takes nothing, so that less has to be admitted
+        if found is not None:
+            self._engine.touch(found[0])  # it gives way after all others
+            if not self._copies(found[0]):
+                loan = self._loan(fill.tokens, *found)  # takes nothing, so that less has to be admitted
         if fill.computes or fill.change.tokens:
-            memory.admit_fill(fill, loan)
+            try:
+                memory.admit_fill(fill, loan)
+            except NoRoom as refusal:
+                if loan is None:
+                    raise
+                found = loan = None
+                self._admit_alone(fill, refusal.bare())
         if found is not None:
             fill.borrow(loan or self._loan(fill.tokens, *found))
         if found is not None and fill.done:
             self._end(fill)
         else:
             self._engine.filling.begin(fill)
+
+    def _admit_alone(self, fill: Fill, refusal: NoRoom) -> None:
+        """Without a loan that was refused: its lender's checkpoints may give way, or its own KV is enough."""
+        try:
+            self._engine.memory.admit_fill(fill)
+        except NoRoom as alone:
+            raise min(refusal, alone, key=lambda each: each.needed_bytes) from None
 
     def _end(self, fill: Fill) -> None:
         fill.started_ms = self._engine.clock_ms()
@@ -143,15 +164,28 @@ class Sharing:
         for fill in list(islice(due, RELEASED_PER_TURN)):
             del self._waiting[fill.rid], self._engine.requests[fill.rid]
             fill.hoped = 0
-            if fill.cancelled:
-                self._engine.filling.begin(fill)  # which ends it
-                continue
-            try:
-                self.begin(fill)
-            except Exception as error:
-                if fill.opens:
-                    self.leave(fill.session)
-                self._engine.fail(fill.rid, error, self._engine.journal(fill.session, fill.session.length))
+            self._begin_again(fill)
+
+    def _begin_again(self, fill: Fill) -> None:
+        """What `begin` would raise ends it, or where it is for want of room, has it wait for that."""
+
+        def give_up() -> None:
+            fill.cancelled = True
+            self.begin(fill)
+
+        def fail(error: Exception) -> None:
+            if fill.opens:
+                self.leave(fill.session)
+            self._engine.fail(fill.rid, error, self._engine.journal(fill.session, fill.session.length))
+
+        try:
+            self.begin(fill)
+        except NoRoom as refusal:
+            again = partial(self.begin, fill)
+            waiter = Waiter(fill.rid, fill.session, again, give_up, fail, planned=True)
+            self._engine.ladder.hold(waiter, refusal)
+        except Exception as error:
+            fail(error)
 
     def _waits(self, waiting: _Waiting) -> bool:
         leader, session = waiting.leader, waiting.leader.session

@@ -7,6 +7,7 @@ from tests.demo import demo_gguf
 from tests.engine.harness import Bench
 from tests.tiny import make_tiny_model
 
+from stateroom.daemon.engine import ladder
 from stateroom.daemon.engine.model import LoadedModel, load
 
 
@@ -20,6 +21,12 @@ def demo_model() -> LoadedModel:
 def loaded() -> LoadedModel:
     """A tiny llama with random weights."""
     return make_tiny_model("llama")
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for room, nor gives way: what the budget refuses is answered at once, with its figures."""
+    monkeypatch.setattr(ladder, "HELD_MAX", 0)
 
 
 @pytest.fixture

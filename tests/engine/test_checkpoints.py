@@ -181,6 +181,7 @@ def test_the_nearest_length_is_the_nearest(stateful: LoadedModel) -> None:
         assert abs(nearest - to) == min(abs(n - to) for n in reachable)
 
 
+@pytest.mark.usefixtures("refusing")
 def test_checkpoints_of_a_session_that_waits_are_not_dropped(stateful: LoadedModel) -> None:
     """Its plan counts on them."""
     probe = Bench(stateful)
@@ -276,6 +277,7 @@ def test_shared_checkpoints_count_once(stateful: LoadedModel) -> None:
     assert bench.engine.kv_bytes == 0
 
 
+@pytest.mark.usefixtures("refusing")
 def test_windows_are_admitted_by_what_they_take(windowed: LoadedModel) -> None:
     """A quantum of a prefill stays in a window's planes until it has been read."""
     probe = Bench(windowed)

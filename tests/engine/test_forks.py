@@ -150,6 +150,7 @@ def test_windows_and_states_are_shared_until_written(architecture: str) -> None:
         bench.check_law(each)
 
 
+@pytest.mark.usefixtures("refusing")
 def test_children_that_are_quantised_later_are_admitted_as_copies() -> None:
     """When they are, each has all of its tokens by itself."""
     model = make_tiny_model("llama", width=256, context=2048)

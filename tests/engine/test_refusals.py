@@ -53,6 +53,7 @@ def test_a_model_with_layers_not_understood_is_refused_by_their_name(monkeypatch
     assert refused.value.permanent
 
 
+@pytest.mark.usefixtures("refusing")
 def test_budget_refuses_by_projected_bytes(loaded: object) -> None:
     probe = Bench(loaded)  # type: ignore[arg-type]
     row = int(256 * probe.engine.bytes_per_token)
@@ -69,6 +70,7 @@ def test_budget_refuses_by_projected_bytes(loaded: object) -> None:
     bench.open(PROMPT)
 
 
+@pytest.mark.usefixtures("refusing")
 def test_budget_counts_what_was_admitted_and_is_not_there_yet(loaded: object) -> None:
     row = int(256 * Bench(loaded).engine.bytes_per_token)  # type: ignore[arg-type]
     bench = Bench(loaded, kv_budget_bytes=2 * row)  # type: ignore[arg-type]
@@ -78,6 +80,7 @@ def test_budget_counts_what_was_admitted_and_is_not_there_yet(loaded: object) ->
     assert bench.engine.kv_bytes <= 2 * row
 
 
+@pytest.mark.usefixtures("refusing")
 def test_over_budget_what_takes_nothing_more_is_let_through() -> None:
     """Padding took more than foreseen; a client can still shorten its session, and go on in what it has."""
     model = make_tiny_model(context=1024)
@@ -97,6 +100,7 @@ def test_over_budget_what_takes_nothing_more_is_let_through() -> None:
     bench.check_law(session)
 
 
+@pytest.mark.usefixtures("refusing")
 def test_a_decode_is_admitted_by_what_it_may_come_to() -> None:
     """B48: refused early, so that streams together never grow past the budget."""
     model = make_tiny_model(context=1024)

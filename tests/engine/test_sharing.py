@@ -310,6 +310,7 @@ def test_nobody_waits_for_what_gives_way_to_it(loaded: LoadedModel) -> None:
 # ---------------------------------------------------------------- budget
 
 
+@pytest.mark.usefixtures("refusing")
 def test_admission_knows_what_is_shared(loaded: LoadedModel) -> None:
     probe = Bench(loaded)
     opened(probe, tokens_of(LONG))
@@ -399,6 +400,7 @@ def test_what_is_copied_of_a_lender_is_held_to_the_budget(architecture: str) -> 
         assert bench.engine.kv_bytes <= bench.engine.memory.budget_bytes
 
 
+@pytest.mark.usefixtures("refusing")
 def test_too_many_trunks_are_brought_together_only_where_there_is_room(loaded: LoadedModel) -> None:
     """Else the beginning is computed again, or refused, and the lender is as it was."""
     bench = Bench(loaded)

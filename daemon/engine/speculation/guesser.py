@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -82,11 +82,9 @@ class Guessers:
             self._used.popitem(last=False)[1].guesser = None
         return session.guesser
 
-    @property
-    def nbytes(self) -> int:
-        """KV of drafting models."""
-        guessers = (session.guesser for session in self._used.values())
-        return sum(guesser.drafts.nbytes for guesser in guessers if guesser and guesser.drafts)
+    def sessions(self) -> Collection[Session]:
+        """Those that have one."""
+        return self._used.values()
 
     def forget(self, session: Session) -> None:
         """The session is gone."""
