@@ -21,6 +21,7 @@ from stateroom.daemon.clock import Clock, WallClock, wall_ms
 from stateroom.daemon.lifecycle import SESSIONS, SessionEvent, SessionState, after
 from stateroom.daemon.link import ChatTurn, Journal, Part
 from stateroom.daemon.parts import Parts
+from stateroom.daemon.quotas import Quotas
 from stateroom.daemon.shown import plain, shown
 from stateroom.daemon.store.pending import Pending, Unkept
 from stateroom.daemon.store.rows import Everything, ModelRow, SessionRow
@@ -97,6 +98,7 @@ class Catalog:
     Attributes:
         parts: what of their KV sessions share now.
         pending: takes what is to outlive the daemon.
+        quotas: what each owner may have; sessions and KV are counted here.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Catalog:
         sessions_max: int = SESSIONS_MAX,
         pending: Pending | None = None,
         wall_ms: WallClock = wall_ms,
+        quotas: Quotas | None = None,
     ) -> None:
         self._clock, self._wall_ms = clock, wall_ms
         self._sessions_max = sessions_max
@@ -113,6 +116,7 @@ class Catalog:
         self._names: dict[tuple[str, str], Session] = {}
         self._published: dict[tuple[str, str], Session] = {}
         self.parts = Parts()
+        self.quotas = Quotas() if quotas is None else quotas
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -152,7 +156,7 @@ class Catalog:
 
         Raises:
             Exists: the owner has a session of that name.
-            Capacity: there are too many sessions.
+            Capacity: there are too many sessions, or the owner has as many as it may.
         """
         for name in names:
             if name is not None and (owner, name) in self._names:
@@ -161,6 +165,8 @@ class Catalog:
             raise Capacity(
                 f"There can be {self._sessions_max} sessions; close some.", retry_after_s=RETRY_AFTER_S
             )
+        self.quotas.check(owner, "sessions", len(names))
+        self.quotas.add(owner, "sessions", len(names))
         now_s, now_ms = self._clock(), self._wall_ms()
         made = [
             Session(
@@ -253,6 +259,7 @@ class Catalog:
                 quarantined=row.quarantined,
             )
             self._sessions[session.id] = session
+            self.quotas.add(session.owner, "sessions", 1)
             if session.name is not None:
                 self._names[session.owner, session.name] = session
             if session.published_as is not None:
@@ -340,6 +347,8 @@ class Catalog:
         """Takes a closed session out; its name is free again."""
         assert session.state is SessionState.CLOSED
         self._hold(session, [])
+        self._weigh(session, 0)
+        self.quotas.add(session.owner, "sessions", -1)
         self.pending.closed(session.id)
         self.pending.hurry()
         del self._sessions[session.id]
@@ -358,7 +367,8 @@ class Catalog:
         del session.tokens[change.keep :]
         session.trunk_length = min(session.trunk_length, change.keep)  # what follows is no trunk's
         session.tokens.extend(change.tokens)
-        session.own_bytes, session.live_bytes = change.private_bytes, change.live_bytes
+        self._weigh(session, change.private_bytes)
+        session.live_bytes = change.live_bytes
         if change.parts is not None:
             self._hold(session, change.parts)
         if change.kinds is not None:
@@ -388,12 +398,18 @@ class Catalog:
         """Its worker is gone: what remains is its tokens."""
         self._hold(session, [])
         session.generation, session.resident = NO_ENGINE, False
-        session.own_bytes = session.live_bytes = session.trim_floor = 0
+        self._weigh(session, 0)
+        session.live_bytes = session.trim_floor = 0
         session.checkpoints = []
 
     def _hold(self, session: Session, parts: list[Part]) -> None:
         self.parts.replace(session.generation, session.parts, parts)
+        self.quotas.hold(session.owner, session.generation, session.parts, parts)
         session.parts = parts
+
+    def _weigh(self, session: Session, own_bytes: int) -> None:
+        self.quotas.add(session.owner, "own_bytes", own_bytes - session.own_bytes)
+        session.own_bytes = own_bytes
 
     def split(self, session: Session) -> tuple[int, int]:
         """KV bytes that it alone has, and those that other sessions have too."""

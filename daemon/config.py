@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from stateroom.client.limits import BATCH_MAX
 from stateroom.daemon.exits import CONFIG, Leave
 from stateroom.daemon.logs import LogFormat
 from stateroom.daemon.models import resolve
+from stateroom.daemon.quotas import Quota
 from stateroom.daemon.scheduler.fairness import WEIGHT_MAX, WEIGHT_MIN
 
 STATE_NAME = "state"  # below the home: the catalog, snapshots
@@ -59,6 +61,7 @@ class Config:
     models: tuple[ModelSpec, ...] = ()  # loaded at start; the first is the default
     allow_any_model: bool = False  # clients may name paths and Hugging Face ids
     kv_budget_bytes: int | None = None
+    quotas: Mapping[str, Quota] = field(default_factory=dict)  # by app, and "default"
     weights: tuple[tuple[str, float], ...] = ()  # of apps whose part of a device isn't 1
     gap_ms: float | None = None  # of running streams; None: by the device
     rows_max: int = BATCH_MAX
@@ -109,6 +112,36 @@ def parse_weights(given: list[str]) -> tuple[tuple[str, float], ...]:
             raise Leave(CONFIG, f"The app {app!r} is given two weights.")
         made[app] = weight
     return tuple(made.items())
+
+
+def parse_quotas(given: list[str]) -> dict[str, Quota]:
+    """`editor=sessions:100,bytes:8GiB`: apps (or `default`, for all others) and the most that each may have.
+
+    Raises:
+        Leave: one can't be read, or an app is given two.
+    """
+    made: dict[str, Quota] = {}
+    for text in given:
+        app, _, limits = text.rpartition("=")
+        if not app or not limits or "/" in app:
+            raise Leave(CONFIG, f"{text!r} is no quota; write it like editor=sessions:100,bytes:8GiB.")
+        if app in made:
+            raise Leave(CONFIG, f"The app {app!r} is given two quotas.")
+        asked = dict(part.partition(":")[::2] for part in limits.split(","))
+        wrong = sorted(set(asked) - {known.name for known in fields(Quota)})
+        if wrong or len(asked) < limits.count(",") + 1:
+            said = f"{wrong[0]!r} is none" if wrong else "one is given twice"
+            raise Leave(CONFIG, f"A quota is of sessions, bytes, disk and requests; in {text!r} {said}.")
+        made[app] = Quota(**{what: _limit(what, number) for what, number in asked.items()})
+    return made
+
+
+def _limit(what: str, number: str) -> int:
+    if what in ("bytes", "disk"):
+        return parse_bytes(number)
+    if not number.isascii() or not number.isdigit():
+        raise Leave(CONFIG, f"{number!r} is no number of {what}.")
+    return int(number)
 
 
 def model_id(spec: str) -> str:

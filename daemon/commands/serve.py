@@ -13,7 +13,7 @@ import typer
 from stateroom.client.errors import BadEndpoint
 from stateroom.client.limits import BATCH_MAX
 from stateroom.client.paths import check_endpoint, default_endpoint, home_dir, ipc_path, runtime_dir
-from stateroom.daemon.config import STATE_NAME, Config, model_specs, parse_bytes, parse_weights
+from stateroom.daemon.config import STATE_NAME, Config, model_specs, parse_bytes, parse_quotas, parse_weights
 from stateroom.daemon.exits import CONFIG, Leave
 from stateroom.daemon.keys import KEYS_NAME, Keys, over_network
 from stateroom.daemon.logs import LogFormat
@@ -53,6 +53,13 @@ def serve(
     weight: Annotated[
         list[str] | None,
         typer.Option(help="APP=N: this app gets N times what others get of a device when they all wait."),
+    ] = None,
+    quota: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="APP=sessions:N,bytes:8GiB,disk:8GiB,requests:N: the most that this app may have at once; "
+            "default=… for all that have none of their own."
+        ),
     ] = None,
     gap_ms: Annotated[
         float | None,
@@ -112,6 +119,7 @@ def serve(
         allow_any_model=allow_any_model,
         kv_budget_bytes=parse_bytes(kv_budget) if kv_budget else None,
         weights=parse_weights(weight or []),
+        quotas=parse_quotas(quota or []),
         gap_ms=gap_ms,
         rows_max=rows_max,
         verify_every_s=None if verify_every is None else verify_every * 3600.0,

@@ -1,0 +1,151 @@
+"""Quotas: the sums that are kept are those of a fresh count, whatever came; a refusal names the quota."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from stateroom.client.errors import Capacity
+from stateroom.client.protocol import Close, Decode, Fork, Message, Open, Prefill, Restore, Sync
+from stateroom.daemon.catalog import Catalog, Session
+from stateroom.daemon.config import parse_quotas
+from stateroom.daemon.exits import Leave
+from stateroom.daemon.lifecycle import SessionState
+from stateroom.daemon.link import Journal, Part
+from stateroom.daemon.quotas import Quota, Quotas, account_of, surely_computes
+
+OWNERS = ("editor", "agent", "laptop/chat", "laptop/agent")
+PARTS = [Part(number, 100 * number + 1, trunk=bool(number % 2)) for number in range(1, 7)]
+
+
+class Sums(RuleBasedStateMachine):
+    """A catalog under random openings, journals, deaths and ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        given = {"agent": Quota(sessions=3), "laptop": Quota(sessions=5), "default": Quota(sessions=8)}
+        self.catalog = Catalog(lambda: 0.0, quotas=Quotas(given))
+        self.most = {"agent": 3, "laptop": 5, "editor": 8}
+
+    @property
+    def sessions(self) -> list[Session]:
+        return list(self.catalog)
+
+    @rule(owner=st.sampled_from(OWNERS), count=st.integers(1, 3))
+    def open(self, owner: str, count: int) -> None:
+        held, most = self.count(account_of(owner), "sessions"), self.most[account_of(owner)]
+        if held + count > most:
+            with pytest.raises(Capacity) as full:
+                self.catalog.add(owner, "m", [None] * count, "interactive", None, [])
+            told = {"quota": "sessions", "limit": most, "held": held}
+            assert told.items() <= full.value.details.items()
+            return
+        for session in self.catalog.add(owner, "m", [None] * count, "interactive", None, []):
+            session.generation, session.state = 1, SessionState.IDLE
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), own=st.integers(0, 1000), parts=st.lists(st.sampled_from(PARTS), unique=True))
+    def journal(self, data: st.DataObject, own: int, parts: list[Part]) -> None:
+        session = data.draw(st.sampled_from(self.sessions))
+        session.generation = max(session.generation, 1)
+        change = Journal(
+            session=session.id, keep=0, tokens=array("I"), private_bytes=own, live_bytes=own, parts=parts
+        )
+        self.catalog.journal(session, change)
+
+    @rule()
+    def die(self) -> None:
+        for session in self.sessions:
+            self.catalog.forget_engine(session)
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from(self.sessions))
+        session.state = SessionState.CLOSED
+        self.catalog.remove(session)
+
+    def count(self, account: str, what: str) -> int:
+        mine = [session for session in self.sessions if account_of(session.owner) == account]
+        if what == "sessions":
+            return len(mine)
+        shared = {(s.generation, part.number): part.bytes for s in mine for part in s.parts}
+        return sum(session.own_bytes for session in mine) + sum(shared.values())
+
+    @invariant()
+    def sums_are_what_there_is(self) -> None:
+        accounts = {account_of(owner) for owner in OWNERS}
+        for account in accounts:
+            for what in ("sessions", "bytes"):
+                assert self.catalog.quotas.held(account, what) == self.count(account, what)
+        assert len(self.catalog.quotas) == sum(self.count(account, "sessions") > 0 for account in accounts)
+
+
+TestSums = Sums.TestCase
+
+
+def test_a_key_has_one_account_whatever_it_calls_its_apps() -> None:
+    quotas = Quotas({"laptop": Quota(requests=2)})
+    quotas.add("laptop/one", "requests", 1)
+    quotas.add("laptop/two", "requests", 1)
+    with pytest.raises(Capacity, match="'laptop' may have 2 open requests; it has 2") as full:
+        quotas.check("laptop/three", "requests")
+    assert full.value.details == {"quota": "requests", "limit": 2, "held": 2, "retry_after_s": 1.0}
+    quotas.check("laptopp", "requests")
+    quotas.add("laptop/one", "requests", -1)
+    quotas.check("laptop/three", "requests")
+
+
+def test_names_that_clients_choose_leave_nothing_behind() -> None:
+    quotas = Quotas()
+    for number in range(1000):
+        quotas.add(f"app {number}", "requests", 1)
+        quotas.add(f"app {number}", "requests", -1)
+        quotas.hold(f"app {number}", 1, [], PARTS)
+        quotas.hold(f"app {number}", 1, PARTS, [])
+    assert len(quotas) == 0
+
+
+@given(st.integers(0, 50), st.integers(0, 50))
+def test_what_a_request_surely_computes(tokens: int, length: int) -> None:
+    ids = list(range(tokens))
+    assert surely_computes(Prefill(session="s", tokens=ids), length) == (tokens or None)
+    assert surely_computes(Sync(session="s", tokens=ids), length) == (max(tokens - length, 0) or None)
+
+
+def test_what_other_requests_surely_compute() -> None:
+    assert surely_computes(Open(), 0) is None
+    assert surely_computes(Open(text=""), 0) is None
+    assert surely_computes(Open(text="long"), 0) == 1
+    assert surely_computes(Prefill(session="s", messages=[Message(role="user", content="x")]), 0) == 1
+    assert surely_computes(Decode(session="s", max_tokens=5), 0) == 5
+    assert surely_computes(Decode(session="s", max_tokens=10_000), 0) == 256
+    assert surely_computes(Restore(snapshot="s"), 0) == 1
+    assert surely_computes(Fork(session="s"), 9) is None
+    assert surely_computes(Close(session="s"), 9) is None
+
+
+def test_quotas_as_they_are_typed() -> None:
+    made = parse_quotas(["my=app=sessions:3,bytes:1KiB", "default=requests:4,disk:2MB"])
+    assert made["my=app"] == Quota(sessions=3, bytes=1024)
+    assert made["default"] == Quota(requests=4, disk=2_000_000)
+    assert parse_quotas([]) == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "editor", "editor=", "=sessions:1", "a=sessions", "a=sessions:-1", "a=sessions:x", "a=bytes:x",
+     "a=cows:1", "a=sessions:1,sessions:2", "a=sessions:1,", "laptop/chat=sessions:1", "a=sessions:²"],
+)  # fmt: skip
+def test_what_is_no_quota_is_said(text: str) -> None:
+    with pytest.raises(Leave):
+        parse_quotas([text])
+
+
+def test_two_quotas_of_one_app_are_refused() -> None:
+    with pytest.raises(Leave, match="two quotas"):
+        parse_quotas(["a=sessions:1", "a=bytes:1"])
