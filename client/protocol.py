@@ -681,13 +681,22 @@ class ImportResult(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyResult(Result):
-    """The next token's logits as the session's KV gives them, against those of its tokens computed anew."""
+    """The next token's logits as the session's KV gives them, against those of its tokens computed anew.
+
+    A healthy session's differ by no more than `bound` of the largest; a cancelled one tells nothing.
+    """
 
     max_abs_logit_error: float
     max_abs_logit: float
     argmax_agree: bool
     length: int
+    bound: float = 0.0
     finish: Literal["done", "cancelled"] = "done"
+
+    @property
+    def healthy(self) -> bool:
+        within = self.max_abs_logit_error <= self.bound * self.max_abs_logit
+        return within and self.finish == "done"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from mlx import nn
 
 from stateroom.caches.session import SessionCache
 from stateroom.client.errors import Invalid, NotFound, Numeric
-from stateroom.client.protocol import VerifyResult
+from stateroom.client.protocol import Scheme, VerifyResult
 from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.session import Session, plan
 from stateroom.daemon.link import Journals
@@ -27,12 +27,25 @@ if TYPE_CHECKING:
     from stateroom.daemon.engine.filling import Work
 
 
+# By how much logits of healthy sessions may differ, of the largest: ten times what was seen, or more. A
+# prompt that is computed in other pieces rounds otherwise, and where that moves a value over the edge between
+# two levels of a quantised store, it is stored as the other one.
+BOUNDS: dict[Scheme, float] = {"dense": 1e-3, "affine8": 0.05, "affine4": 0.2, "turbo": 0.2}
+HALF_BOUND = 0.05  # at the least, where the model computes in 16 bits
+
+
+def bound(scheme: Scheme, dtype: object) -> float:
+    """`dtype`: what the model computes in, by name."""
+    return BOUNDS[scheme] if dtype == "float32" else max(BOUNDS[scheme], HALF_BOUND)
+
+
 @dataclass(slots=True, eq=False)
 class Verify:
     """One `verify`, by quanta like a prefill. `session`: one of its own, with a branch of the real one's KV.
 
     Attributes:
         nbytes: KV that it takes, at the most.
+        bound: as in the result.
         cache: what is computed again.
         served: logits [V] that the session gives for its next token.
     """
@@ -40,6 +53,7 @@ class Verify:
     rid: int
     session: Session
     nbytes: int
+    bound: float
     then: Callable[[Verify], None]
     started_ms: float | None = None
     cache: SessionCache | None = None
@@ -100,6 +114,7 @@ class Verify:
             max_abs_logit=largest,
             argmax_agree=bool(agree),
             length=self.session.length,
+            bound=self.bound,
         )
 
 
@@ -176,4 +191,5 @@ def _begin(engine: Engine, rid: int, session: Session, nbytes: int) -> None:
         work.session.cache = None
         engine.answer(rid, work.result or CANCELLED)
 
-    engine.filling.begin(Verify(rid, twin, nbytes, then))
+    most = bound(session.served.blueprint.scheme.name, engine.loaded.facts.get("dtype"))
+    engine.filling.begin(Verify(rid, twin, nbytes, most, then))

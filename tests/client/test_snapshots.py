@@ -6,6 +6,7 @@ import asyncio
 import io
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.client.peer import Call, Peer
@@ -44,6 +45,16 @@ def test_a_session_is_parked_leased_and_verified(client_room: Room, client_peer:
         == VerifyResult(max_abs_logit_error=0.25, max_abs_logit=9.0, argmax_agree=True, length=3)
     )
     assert [call.args for call in client_peer.asked("verify")] == [{"session": session.id}, {}]
+
+
+def test_what_a_verification_says_is_within_its_bound_or_not() -> None:
+    def found(error: float, **more: Any) -> VerifyResult:
+        figures = {"max_abs_logit": 10.0, "argmax_agree": True, "length": 3, "bound": 0.1}
+        return VerifyResult(max_abs_logit_error=error, **{**figures, **more})
+
+    assert found(0.99).healthy
+    assert not found(1.01).healthy
+    assert not found(0.0, finish="cancelled").healthy
 
 
 def test_what_is_saved_is_restored_listed_and_forgotten(client_room: Room, client_peer: Peer) -> None:

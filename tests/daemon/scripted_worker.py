@@ -267,6 +267,7 @@ class Worker:
                 max_abs_logit=1.0,
                 argmax_agree=True,
                 length=before,
+                bound=0.1,
                 finish=self.finish(rid),
             )
             self.answer(rid, verified)

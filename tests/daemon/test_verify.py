@@ -45,7 +45,7 @@ def test_one_that_is_picked_may_be_anybodys_and_goes_on(start_broker: StartBroke
     assert theirs.ask("close", session=session)["kind"] == "result"
     mine.ask("cancel", request=verify)
     ended = mine.final(verify)
-    numbers = ["argmax_agree", "finish", "length", "max_abs_logit", "max_abs_logit_error"]
+    numbers = ["argmax_agree", "bound", "finish", "length", "max_abs_logit", "max_abs_logit_error"]
     assert sorted(set(ended) - {"v", "id", "seq", "kind", "final"}) == numbers
 
 

@@ -13,7 +13,7 @@ from stateroom.caches.rows import PackedRows
 from stateroom.client import protocol as p
 from stateroom.daemon.engine.model import LoadedModel
 from stateroom.daemon.engine.session import Session
-from stateroom.daemon.engine.verify import Verify
+from stateroom.daemon.engine.verify import Verify, bound
 
 DENSE_BOUND = 1e-4  # of the largest logit, as the law
 QUANTISED_BOUND = 0.02
@@ -86,6 +86,7 @@ def test_healthy_sessions_of_every_kind_agree(family: LoadedModel) -> None:
     result = verified(bench, session)
     assert relative(result) <= DENSE_BOUND
     assert (result.argmax_agree, result.length, result.finish) == (True, length, "done")
+    assert result.healthy
     bench.check_law(session)
     bench.decode(session, 4)
     bench.check_law(session)
@@ -95,6 +96,7 @@ def test_healthy_sessions_of_every_kind_agree(family: LoadedModel) -> None:
 def test_healthy_sessions_of_every_scheme_agree(loaded: LoadedModel, scheme: str) -> None:
     bench = Bench(loaded)
     result = verified(bench, used(bench, kv=SCHEMES[scheme]))
+    assert result.healthy
     assert relative(result) <= (DENSE_BOUND if scheme == "dense" else QUANTISED_BOUND)
 
 
@@ -138,7 +140,9 @@ def test_one_wrong_value_is_found_out(architecture: str) -> None:
     session = bench.open(PROMPT)
     healthy = relative(verified(bench, session))
     damage(bench.session(session))
-    assert relative(verified(bench, session)) > max(10 * DENSE_BOUND, 10 * healthy)
+    damaged = verified(bench, session)
+    assert not damaged.healthy
+    assert relative(damaged) > 10 * healthy
 
 
 @pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "dense"])
@@ -160,6 +164,11 @@ def test_kv_that_is_no_number_is_named(bench: Bench) -> None:
     assert isinstance(body, p.ErrorBody)
     assert (body.code, body.details) == ("numeric", {"length": len(PROMPT)})
     assert not bench.incidents
+
+
+def test_sixteen_bits_are_given_more_room() -> None:
+    assert bound("dense", "float32") < bound("dense", "bfloat16") == bound("dense", None)
+    assert bound("affine4", "bfloat16") == bound("affine4", "float32")
 
 
 # ---------------------------------------------------------------- in nobody's way
@@ -225,7 +234,7 @@ def test_cancelled_it_says_so_and_holds_nothing(bench: Bench, missing: bool) -> 
     bench.cancel(rid)
     result = bench.finish(rid)
     assert isinstance(result, p.VerifyResult)
-    assert (result.finish, result.argmax_agree) == ("cancelled", False)
+    assert (result.finish, result.argmax_agree, result.healthy) == ("cancelled", False, False)
     bench.idle()
     assert missing or bench.engine.kv_bytes <= held
     assert not bench.engine.requests
