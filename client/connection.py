@@ -10,7 +10,8 @@ does anything change. A request's life:
 
 "more" and "last" are replies that came in sequence; "abandon" is a timeout, a gap in the sequence, or a
 reader too slow; "tell" sends the daemon a `cancel`. An ended request is forgotten and its id never
-used again, so a reply that comes late belongs to no request and is dropped.
+used again, so a reply that comes late belongs to no request and is dropped. But for one thing: sessions that
+a late reply names, and that have no other name, are closed, since nobody will ever know of them.
 """
 
 from __future__ import annotations
@@ -28,9 +29,25 @@ from stateroom.client.errors import (
     error_from,
 )
 from stateroom.client.limits import REQUESTS_PER_CLIENT_MAX
-from stateroom.client.protocol import Cancel, ErrorBody, Event, Progress, Request, Result, TokenEvent
+from stateroom.client.protocol import (
+    Cancel,
+    Close,
+    ErrorBody,
+    Event,
+    Fork,
+    ForkResult,
+    Open,
+    OpenResult,
+    Progress,
+    Request,
+    Restore,
+    Result,
+    TokenEvent,
+)
 from stateroom.client.timeouts import CANCEL_TIMEOUT_S, Wait
 from stateroom.client.wire import DecodeError, decode_reply, encode_request
+
+GIVEN_UP_MAX = REQUESTS_PER_CLIENT_MAX  # of requests that were abandoned, whose sessions would be closed
 
 
 class State(Enum):
@@ -125,6 +142,7 @@ class _InFlight:
     deadline: float | None
     state: State = State.OPEN
     seq_next: int = 0
+    unnamed: bool = False  # it makes sessions that only its result names
 
 
 class Connection:
@@ -142,7 +160,8 @@ class Connection:
         self._cancel_s = cancel_s
         self._first_id = first_id
         self._in_flight: dict[int, _InFlight] = {}
-        self._ops: dict[int, str] = {}  # of the same requests, for `decode_reply`
+        self._ops: dict[int, str] = {}  # of the same requests and of those given up, for `decode_reply`
+        self._given_up: dict[int, None] = {}  # makers of sessions, the oldest first
         self._frames: list[bytes] = []
 
     @property
@@ -175,6 +194,7 @@ class Connection:
             )
         frame = encode_request(self.next_id, request)
         opened = _InFlight(self.next_id, request.op, wait, _after(now, wait.timeout_s))
+        opened.unnamed = makes_unnamed(request)
         self.next_id += 1
         self._frames.append(frame)
         self._in_flight[opened.id] = opened
@@ -196,6 +216,9 @@ class Connection:
         request = self._in_flight.get(reply.id)
         if request is None:
             known = self._first_id <= reply.id < self.next_id
+            if reply.id in self._given_up and isinstance(body, Result | ErrorBody):
+                del self._given_up[reply.id], self._ops[reply.id]
+                self.discard(body)
             return [Ignored(Why.LATE if known else Why.STRANGER, f"request {reply.id}")]
         if reply.seq != request.seq_next:
             gap = (
@@ -228,6 +251,14 @@ class Connection:
         self._take(request, Input.ABANDON)
         return [Failed(request_id, error)]
 
+    def discard(self, made: Result | ErrorBody) -> None:
+        """Closes the sessions that a result names, which nobody will ever know of."""
+        if isinstance(made, OpenResult):
+            self._forget(Close(session=made.session))
+        elif isinstance(made, ForkResult):
+            for session in made.sessions:
+                self._forget(Close(session=session))
+
     def expire(self, now: float) -> list[Happening]:
         """Abandons the requests whose deadline has passed."""
         late = [r for r in self._in_flight.values() if r.deadline is not None and r.deadline <= now]
@@ -248,11 +279,20 @@ class Connection:
         step = TABLE[request.state, given]
         request.state = step.state
         if step.tell:
-            # Sent and forgotten: that the request ends is the answer. The reply is dropped as a late one.
-            self._frames.append(encode_request(self.next_id, Cancel(request=request.id)))
-            self.next_id += 1
+            self._forget(Cancel(request=request.id))
         if step.state is State.ENDED:
             del self._in_flight[request.id], self._ops[request.id]
+        if given is Input.ABANDON and request.unnamed:
+            self._ops[request.id] = request.op
+            self._given_up[request.id] = None
+            if len(self._given_up) > GIVEN_UP_MAX:
+                oldest = next(iter(self._given_up))
+                del self._given_up[oldest], self._ops[oldest]
+
+    def _forget(self, request: Request) -> None:
+        """Sent and forgotten: that it happens is the answer. The reply is dropped as a late one."""
+        self._frames.append(encode_request(self.next_id, request))
+        self.next_id += 1
 
     def _timeout_of(self, request: _InFlight) -> RequestTimeout:
         if request.state is State.CANCELLING:
@@ -262,6 +302,13 @@ class Connection:
             f"{what} to `{request.op}` within {request.wait.timeout_s:g} s; it was cancelled. "
             "Give a longer timeout_s if it may take so long."
         )
+
+
+def makes_unnamed(request: Request) -> bool:
+    """Whether the sessions that it makes can be known by its result alone."""
+    if isinstance(request, Fork):
+        return request.names is None
+    return isinstance(request, Open | Restore) and request.name is None
 
 
 def _after(now: float, timeout_s: float | None) -> float | None:

@@ -11,7 +11,15 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from stateroom.client.connection import Connection, Failed, Happening, Ignored, Part, Update
+from stateroom.client.connection import (
+    Connection,
+    Failed,
+    Happening,
+    Ignored,
+    Part,
+    Update,
+    makes_unnamed,
+)
 from stateroom.client.errors import ClientError, SlowConsumer, StateroomError
 from stateroom.client.protocol import Request, Result
 from stateroom.client.timeouts import Wait
@@ -35,11 +43,13 @@ class Ending:
         request_id: the request's id, once it was sent.
         final: the result or the error that was its last reply, once that was taken.
         cancelled: the reader has asked for the end.
+        unnamed: the request makes sessions that nobody knows of who hasn't read its result.
     """
 
     request_id: int | None = None
     final: Result | Error | None = None
     cancelled: bool = False
+    unnamed: bool = False
 
     def _open(self, item: Item) -> Part | Result:
         if isinstance(item, Result | StateroomError | ClientError):
@@ -85,6 +95,14 @@ class Inbox(Ending):
             except Empty:
                 continue
 
+    def unread(self) -> list[Item]:
+        """What nobody will read any more."""
+        items = []
+        with suppress(Empty):
+            while True:
+                items.append(self._items.get_nowait())
+        return items
+
     def cancel(self) -> None:
         """Asks the daemon to end the request, if it hasn't ended; waits for nothing."""
         if self.final is None and not self.cancelled:
@@ -129,6 +147,9 @@ class AsyncInbox(Ending):
             self._items.popleft()
         return self._open(item)
 
+    def unread(self) -> list[Item]:
+        return list(self._items)
+
     def cancel(self) -> None:
         if self.final is None and not self.cancelled:
             self.cancelled = True
@@ -162,6 +183,7 @@ class Exchange(Generic[I]):
             inbox.put(error)
         else:
             self._inboxes[inbox.request_id] = inbox
+            inbox.unnamed = makes_unnamed(request)
 
     def receive(self, frame: bytes, now: float) -> None:
         self._deliver(self.connection.receive(frame, now))
@@ -169,6 +191,11 @@ class Exchange(Generic[I]):
     def cancel(self, inbox: I, now: float) -> None:
         if inbox.request_id in self._inboxes:
             self.connection.cancel(inbox.request_id, now)
+        elif inbox.unnamed:
+            # Its result has come, but whoever waited was gone by then.
+            for item in inbox.unread():
+                if isinstance(item, Result):
+                    self.connection.discard(item)
 
     def expire(self, now: float) -> None:
         self._deliver(self.connection.expire(now))
@@ -187,6 +214,8 @@ class Exchange(Generic[I]):
                     self._deliver(self.connection.abandon(happening.request_id, _slow()))
                 continue
             del self._inboxes[happening.request_id]
+            if inbox.cancelled and inbox.unnamed and not isinstance(happening, Failed):
+                self.connection.discard(happening.result)
             inbox.put(happening.error if isinstance(happening, Failed) else happening.result)
 
 
