@@ -1,4 +1,4 @@
-"""Sessions made by a request that nobody waits for any more: closed, unless they have a name to be found by."""
+"""Sessions made by a request that nobody waits for any more: closed, unless they have a name."""
 
 from __future__ import annotations
 
