@@ -16,7 +16,9 @@ import zmq
 from structlog.typing import FilteringBoundLogger
 
 from stateroom.daemon.alarm import Alarm
+from stateroom.daemon.archive import Archive
 from stateroom.daemon.blas import Blas
+from stateroom.daemon.carriage import Carriage
 from stateroom.daemon.catalog import Catalog
 from stateroom.daemon.clock import Clock, monotonic_s
 from stateroom.daemon.config import Config, ModelSpec
@@ -24,7 +26,9 @@ from stateroom.daemon.curve import Door
 from stateroom.daemon.desk import Desk
 from stateroom.daemon.keeper import Keeper, open_store
 from stateroom.daemon.keys import Keys, over_network
+from stateroom.daemon.link import Discard
 from stateroom.daemon.logs import incident
+from stateroom.daemon.memory import Memory
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer, Peers
 from stateroom.daemon.shelf import Shelf
@@ -45,7 +49,12 @@ class Broker:
     """One daemon. Make it inside a running event loop; `start`, then `stop`, once each."""
 
     def __init__(
-        self, config: Config, log: FilteringBoundLogger, blas: Blas, clock: Clock = monotonic_s
+        self,
+        config: Config,
+        log: FilteringBoundLogger,
+        blas: Blas,
+        clock: Clock = monotonic_s,
+        level: Source = system_level,
     ) -> None:
         self.config, self.log, self._clock = config, log, clock
         keys = Keys(config.keys_dir)
@@ -74,14 +83,28 @@ class Broker:
             log_content=config.log_content,
         )
         self.shelf = Shelf(config.models, config.models_dir, config.allow_any_model)
-        self.supervisor = Supervisor(config, self._context, clock, self.metrics, log, blas)
+        self.memory = Memory(
+            config.kv_budget_bytes, clock, log, lambda event: self.watchers.publish(event), level
+        )
+        self.supervisor = Supervisor(config, self._context, clock, self.metrics, log, blas, self.memory)
         self.watchers = Watchers(self.tickets, clock, lambda: self.desk.stats(), self._watch_alarm.ring_in)
-        self.work = Work(self.tickets, self.catalog, self.supervisor, self.watchers, self.metrics, log)
+        self.archive = Archive(
+            self.catalog, self.watchers.publish, self._discard, keeps=config.state_dir is not None
+        )
+        self.work = Work(
+            self.tickets, self.catalog, self.supervisor, self.watchers, self.archive, self.metrics, log
+        )
         self.supervisor.listener, self.supervisor.recall = self.work, self.shelf.recall
         self.desk = Desk(
             self.peers,
             self.tickets,
             self.catalog,
+        self.carriage = None
+        if config.state_dir is not None:
+            snapshots = self.archive.snapshots
+            self.carriage = Carriage(
+                config.state_dir, snapshots, self.tickets.reply, self.work.take_in, clock, log
+            )
             self.supervisor,
             self.work,
             self.watchers,
@@ -90,9 +113,12 @@ class Broker:
             log,
         )
         if self.keeper is not None:
+            self.archive,
+            self.carriage,
             self._restore(self.keeper)
 
     def _restore(self, keeper: Keeper) -> None:
+        self.desk.more_gauges.append(self.memory.gauges)
         """What the daemon before left is there at once; nothing of it is loaded until it is touched."""
         kept = keeper.loaded()
         wanted = {stored.row.model for stored in kept.sessions} | {row.model for row in kept.snapshots}
@@ -105,6 +131,7 @@ class Broker:
         self.work.expire()
 
     @property
+        self.archive.snapshots.load(kept.snapshots)
     def own_user_only(self) -> bool:
         return self._socket.own_user_only
 
@@ -137,6 +164,8 @@ class Broker:
             await self.keeper.close()
         self._socket.close()
         self._context.term()
+        if self.carriage is not None:
+            self.carriage.close()
 
     def _tick(self) -> None:
         if self._door is not None:
@@ -147,6 +176,9 @@ class Broker:
         if self.desk.admitting:
             self.work.look_round()
 
+        if self.carriage is not None:
+            self.carriage.expire()
+        self.memory.tick()
     def _expel(self, door: Door) -> None:
         door.allowed.refresh()
         expelled = self.peers.expel(lambda guest: not door.allowed.knows(guest))
@@ -165,6 +197,14 @@ class Broker:
     def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """What no part handled: ours, to be found in the log, and no reason to leave."""
         name = incident()
+        if self.carriage is not None:
+            self.carriage.vanish(peer)
+
+    def _discard(self, model: str, snapshots: list[str]) -> None:
+        """A worker that isn't there is told at its next start."""
+        engine = self.supervisor.known(model)
+        if engine is not None and engine.ready:
+            engine.send(Discard(snapshots))
         self.log.error(
             "internal error", incident=name, what=context["message"], exc_info=context.get("exception")
         )

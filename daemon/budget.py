@@ -105,6 +105,11 @@ class KvBudget:
         return self.total // max(len(self._members), 1)
 
     @property
+    def most(self) -> int:
+        """What one of them could come to be given, if the others rested."""
+        return self.total - (len(self._members) - 1) * (self.share // FLOOR_PART)
+
+    @property
     def bound(self) -> int:
         """What all may hold together."""
         return sum(member.bound for member in self._members.values())

@@ -120,9 +120,14 @@ class Discard:
 
 @dataclass(frozen=True)
 class Budget:
-    """The most KV to hold from now on; what is idle gives way. Answered by `Within` once that is so."""
+    """The most KV to hold from now on; what is idle gives way.
+
+    Answered by `Within` once that is so, unless another one came meanwhile. `most`: what it could come to be
+    given at the most; no `Short` brings more.
+    """
 
     nbytes: int
+    most: int = 0
 
 
 ToWorker = Command | Adopt | CancelCommand | Stop | Discard | Budget

@@ -31,14 +31,19 @@ from stateroom.daemon.link import (
     Failed,
     FromWorker,
     Journals,
+    Kept,
     Pulse,
     Ready,
+    Shelved,
+    Short,
     Stop,
     ToWorker,
+    Within,
     decode_from_worker,
     encode_to_worker,
 )
 from stateroom.daemon.logs import write_line
+from stateroom.daemon.memory import Memory
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.sockets import LinkSocket
 
@@ -50,7 +55,9 @@ DRAIN_S = 0.05  # after its death, for what it said last to arrive
 class Listener(Protocol):
     """Whom the supervisor tells: `work.Work`, and a recorder in tests."""
 
+    def on_kept(self, engine: Engine, kept: list[Kept], broken: list[str]) -> None: ...  # before `on_ready`
     def on_ready(self, engine: Engine) -> None: ...
+    def on_shelved(self, engine: Engine, shelved: Shelved) -> None: ...
     def on_answer(self, engine: Engine, answer: Answer) -> None: ...
     def on_journals(self, engine: Engine, journals: Journals) -> None: ...
     def on_down(self, engine: Engine, generation: int, reason: str) -> None: ...
@@ -146,6 +153,7 @@ class Engine:
         self.pid, self.failure, self._ending, self.silent = None, None, "", False
         self._believed = True
         self.gauges = {}
+        self._supervisor.memory.begin(self)
         self.life = self._supervisor.spawn(self._live(self.generation))
 
     async def _live(self, generation: int) -> None:
@@ -193,6 +201,7 @@ class Engine:
         was_asked = self.state is EngineState.STOPPING
         failed = self.state is EngineState.FAILED
         self.advance(EngineEvent.DIED)
+        supervisor.memory.gone(generation)
         if was_asked or failed:
             supervisor.log.info("engine stopped", model=self.id, reason=reason)
         else:
@@ -235,13 +244,20 @@ class Engine:
             supervisor.listener.on_journals(self, message)
         elif isinstance(message, Pulse):
             self.gauges = message.gauges
+            supervisor.memory.take(self, message)
+        elif isinstance(message, Short | Within):
+            supervisor.memory.take(self, message)
         elif isinstance(message, Ready):
             if self.state is not EngineState.STARTING:
                 return  # asked to stop while it loaded
             self.advance(EngineEvent.READY)
             self.known, self.facts = message.model, message.facts
+            supervisor.memory.ready(self)
             supervisor.log.info("engine ready", model=self.id, pid=self.pid, **message.facts)
+            supervisor.listener.on_kept(self, message.kept, message.broken)
             supervisor.listener.on_ready(self)
+        elif isinstance(message, Shelved):
+            supervisor.listener.on_shelved(self, message)
         elif isinstance(message, Failed):
             self._refused(message)
 
@@ -319,9 +335,10 @@ class Supervisor:
         metrics: Metrics,
         log: FilteringBoundLogger,
         blas: Blas,
+        memory: Memory,
     ) -> None:
         self.config, self.context, self.clock = config, context, clock
-        self.metrics, self.log, self.blas = metrics, log, blas
+        self.metrics, self.log, self.blas, self.memory = metrics, log, blas, memory
         self._engines: dict[str, Engine] = {}
         self._generations = itertools.count(1)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -384,10 +401,9 @@ class Supervisor:
         config = self.config
         made = [*config.worker_command, "--endpoint", f"ipc://{path}", "--model", spec.spec]
         made += ["--model-id", spec.id, "--log", config.log_format, "--log-level", config.log_level]
+        made += ["--kv-budget", "0"]  # nothing, until it is told a `Budget`
         if config.state_dir is not None:
             made += ["--state", str(config.state_dir)]
-        if config.kv_budget_bytes is not None:
-            made += ["--kv-budget", str(config.kv_budget_bytes)]
         if config.gap_ms is not None:
             made += ["--gap-ms", str(config.gap_ms)]
         for app, weight in config.weights:

@@ -8,10 +8,13 @@ It speaks `daemon/link.py` as a real worker does. `--model` is its script: `key=
     say           writes a line, a log entry and a line too long to stderr
     text          length of the text of each token (default 1)
     verify        the error that a `verify` finds, or `slow`: it finds nothing until it is cancelled
+    kv            bytes of KV that it holds, less where its budget says so (default 0)
+    weights       bytes of its weights (default 0)
 Token ids that are orders, when a prefill meets them:
     DIE           the process is killed
     HANG          it does nothing more, not even pulse
     BABBLE        it sends a frame that makes no sense
+    MORE          it asks for a budget larger by MORE_BYTES
 """
 
 from __future__ import annotations
@@ -62,18 +65,22 @@ from stateroom.client.protocol import (
 from stateroom.daemon.link import (
     Adopt,
     Answer,
+    Budget,
     CancelCommand,
     Command,
     Failed,
     Journal,
     Pulse,
     Ready,
+    Short,
     Stop,
+    Within,
     decode_to_worker,
     encode_from_worker,
 )
 
-DIE, HANG, BABBLE = 666_001, 666_002, 666_003
+DIE, HANG, BABBLE, MORE = 666_001, 666_002, 666_003, 666_004
+MORE_BYTES = 10_000_000
 CHUNK = 64
 CONTEXT = 100_000
 KINDS = [KindCaps(kind="full", scheme="dense", layers=2)]
@@ -91,6 +98,7 @@ class Worker:
         self.cancelled: set[int] = set()
         self.stopping = False
         self.pulse_s = 0.0
+        self.budget = 0
 
     def pause(self, name: str, default: float) -> float:
         return float(self.script.get(name, default))
@@ -102,7 +110,8 @@ class Worker:
         journal = None
         if session is not None and session in self.sessions:
             tokens = self.sessions[session]
-            journal = Journal(session, keep, tokens[keep:], private_bytes=10 * len(tokens))
+            nbytes = 10 * len(tokens)
+            journal = Journal(session, keep, tokens[keep:], private_bytes=nbytes, live_bytes=nbytes)
         self.send(Answer(rid, body, journal))
 
     def run(self) -> int:
@@ -113,9 +122,8 @@ class Worker:
         if "fail" in self.script:
             self.send(Failed("the script says so", permanent=self.script["fail"] != "soon"))
             return 1
-        self.send(
-            Ready(ModelInfo(id=self.model_id, loaded=True, context=CONTEXT, vocab=1000), {"device": "none"})
-        )
+        model = ModelInfo(id=self.model_id, loaded=True, context=CONTEXT, vocab=1000)
+        self.send(Ready(model, {"device": "none", "weights_bytes": int(self.script.get("weights", 0))}))
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         poller.register(sys.stdin.fileno(), zmq.POLLIN)
@@ -133,9 +141,14 @@ class Worker:
                 except StopIteration:
                     self.cancelled.discard(rid)
             if time.monotonic() - self.pulse_s > 1.0:
-                self.pulse_s = time.monotonic()
-                self.send(Pulse({"sessions": len(self.sessions), "adopted": self.adopted}))
+                self.pulse()
         return 0
+
+    def pulse(self) -> None:
+        self.pulse_s = time.monotonic()
+        gauges = {"sessions": len(self.sessions), "adopted": self.adopted, "kv_budget_bytes": self.budget}
+        gauges["kv_bytes"] = min(int(self.script.get("kv", 0)), self.budget)
+        self.send(Pulse(gauges))
 
     def take(self, message: object) -> None:
         if isinstance(message, Command):
@@ -151,6 +164,10 @@ class Worker:
             self.answer(message.rid, LengthResult(length=len(message.tokens), receipt=receipt))
         elif isinstance(message, CancelCommand):
             self.cancelled.add(message.rid)
+        elif isinstance(message, Budget):
+            self.budget = message.nbytes
+            self.send(Within(message.nbytes))
+            self.pulse()
         elif isinstance(message, Stop):
             self.stopping = True
             self.cancelled.update(rid for rid, _ in self.jobs)
@@ -167,6 +184,8 @@ class Worker:
                 time.sleep(600)
             if BABBLE in chunk:
                 self.socket.send(b"\x81\xa4link\xa5hello")
+            if MORE in chunk:
+                self.send(Short(MORE_BYTES))
             if rid in self.cancelled:
                 return
             time.sleep(self.pause("chunk_s", 0.002))

@@ -14,6 +14,7 @@ from stateroom.daemon.config import Config, ModelSpec, parse_bytes, parse_weight
 from stateroom.daemon.engine.worker import weights_of
 from stateroom.daemon.exits import Leave
 from stateroom.daemon.logs import make_log
+from stateroom.daemon.memory import Memory
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.supervisor import Supervisor
 
@@ -41,7 +42,9 @@ def test_sizes() -> None:
 def command(folder: Path, **options: object) -> list[str]:
     config = Config(endpoint="ipc://x", runtime_dir=folder, models_dir=folder, **options)  # type: ignore[arg-type]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    supervisor = Supervisor(config, context, monotonic_s, Metrics(), make_log("console", "error"), Blas(None))
+    log = make_log("console", "error")
+    memory = Memory(None, monotonic_s, log, lambda event: None)
+    supervisor = Supervisor(config, context, monotonic_s, Metrics(), log, Blas(None), memory)
     context.term()
     return supervisor.command(ModelSpec("toy", "/toy"), folder / "engine.sock")
 
