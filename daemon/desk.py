@@ -31,9 +31,12 @@ from stateroom.client.protocol import (
     Cancel,
     CancelResult,
     Decode,
+    Export,
+    Forget,
     Fork,
     Hello,
     HelloResult,
+    Import,
     Info,
     InfoResult,
     List,
@@ -41,11 +44,16 @@ from stateroom.client.protocol import (
     ModelInfo,
     ModelResult,
     Open,
+    Park,
+    ParkResult,
     Prefill,
     Request,
+    Restore,
+    Save,
     ServerLimits,
     SessionInfo,
     SessionRequest,
+    Snapshots,
     Stats,
     StatsResult,
     Sync,
@@ -55,9 +63,11 @@ from stateroom.client.protocol import (
     Watch,
 )
 from stateroom.client.wire import PlainResult, to_wire
+from stateroom.daemon.archive import Archive
+from stateroom.daemon.carriage import Carriage
 from stateroom.daemon.catalog import Catalog, Session
 from stateroom.daemon.keys import Guest
-from stateroom.daemon.lifecycle import RequestEvent, RequestState
+from stateroom.daemon.lifecycle import RequestEvent, RequestState, SessionState
 from stateroom.daemon.logs import incident
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer, Peers
@@ -70,7 +80,9 @@ from stateroom.daemon.work import Work
 
 SERVER = "stateroom"
 RETRY_AFTER_S = 1.0
-AT_ONCE = (Hello, List, Info, Stats, Cancel)  # answered before the next message is read, so not counted
+ON_DISK = (Park, Save, Restore, Export, Import)  # of no use without a state directory
+# Answered before the next message is read, so not counted.
+AT_ONCE = (Hello, List, Info, Stats, Cancel, Snapshots, Forget)
 
 
 class Desk:
@@ -85,12 +97,15 @@ class Desk:
         work: Work,
         watchers: Watchers,
         shelf: Shelf,
+        archive: Archive,
+        carriage: Carriage | None,
         metrics: Metrics,
         log: FilteringBoundLogger,
     ) -> None:
         self._peers, self._tickets, self._catalog = peers, tickets, catalog
         self._supervisor, self._work, self._watchers = supervisor, work, watchers
-        self._shelf, self._metrics, self._log = shelf, metrics, log
+        self._shelf, self._archive, self._carriage = shelf, archive, carriage
+        self._metrics, self._log = metrics, log
         self.admitting = True
         self.more_gauges: list[Callable[[], dict[str, float]]] = []  # of parts that only some daemons have
 
@@ -170,6 +185,8 @@ class Desk:
     # ------------------------------------------------------------ operations
 
     def _serve(self, ticket: Ticket, peer: Peer, request: Request) -> None:
+        if isinstance(request, ON_DISK):
+            self._archive.need()
         if isinstance(request, Hello):
             self._hello(ticket, peer, request)
         elif isinstance(request, List):
@@ -191,6 +208,8 @@ class Desk:
             self._work.fork_trunk(ticket, self._catalog.trunk(peer.app, request.trunk), request)
         elif isinstance(request, Fork):
             self._work.run(ticket, self._catalog.find(peer.app, request.session or ""))
+        elif isinstance(request, Snapshots | Forget | Restore | Export | Import):
+            self._serve_snapshots(ticket, request)
         elif isinstance(request, Unpublish):
             self._work.unpublish(ticket, self._catalog.published(peer.app, request.name))
         elif isinstance(request, Verify) and request.session is None:
@@ -200,12 +219,34 @@ class Desk:
             if isinstance(request, Info):
                 ticket.session = session
                 self._tickets.reply(ticket, InfoResult(info=self._info(session)))
+            elif isinstance(request, Park) and session.state is SessionState.IDLE and not session.resident:
+                ticket.session = session
+                self._tickets.reply(ticket, _parked(session))
             else:
                 if isinstance(request, Decode):
                     ticket.request = self._with_drafter(request)
                 self._work.run(ticket, session)
         else:
             raise AssertionError(f"{request.op} is in OPERATIONS and has no place here")
+
+    def _serve_snapshots(
+        self, ticket: Ticket, request: Snapshots | Forget | Restore | Export | Import
+    ) -> None:
+        archive, owner = self._archive, ticket.owner
+        if isinstance(request, Snapshots):
+            self._tickets.reply(ticket, archive.listed(owner))
+        elif isinstance(request, Forget):
+            self._tickets.reply(ticket, archive.forget(owner, request.snapshot))
+        elif isinstance(request, Restore):
+            self._work.restore(ticket, request, archive.snapshots.find(owner, request.snapshot))
+        elif self._carriage is None:
+            archive.need()
+        elif isinstance(request, Export):
+            self._carriage.export(ticket, request)
+        else:
+            self._carriage.receive(
+                ticket, request, lambda: self._supervisor.engine_for(self._shelf.find(request.model))
+            )
 
     def _with_drafter(self, request: Decode) -> Decode:
         """As the worker takes it: the model that drafts by what it is loaded from, not by its name.
@@ -309,12 +350,18 @@ class Desk:
             "kv_shared_bytes": parts.shared_bytes,
             "trunks": parts.trunks,
             "trunk_bytes": parts.trunk_bytes,
+            **self._archive.snapshots.gauges(),
             "engines_ready": sum(engine.ready for engine in self._supervisor.engines),
         }
         for more in self.more_gauges:
             gauges |= more()
         models = [engine.health() for engine in self._supervisor.engines]
         return StatsResult(counters=self._metrics.counters(), gauges=gauges, models=models)
+
+
+def _parked(session: Session) -> ParkResult:
+    """Of one whose KV isn't on the device."""
+    return ParkResult(tier=session.tier, length=session.length, bytes=session.snapshot_bytes, freed_bytes=0)
 
 
 @cache

@@ -51,7 +51,7 @@ class Settlement:
             return self._made(ticket, body)
         session.running = session.running_op = None
         self._catalog.touch(session)
-        if ticket.op == "open":
+        if ticket.op in ("open", "restore"):
             if isinstance(body, OpenResult):
                 session.kinds = session.kinds or body.caps.kv  # the journal tells how it is stored by now
             return self._born([session], refused)
@@ -121,7 +121,7 @@ def lost(ticket: Ticket, reason: str) -> Body:
         return CloseResult(freed_bytes=0)
     if ticket.session is not None and ticket.session.state is SessionState.CLOSED:
         return CLOSED
-    if ticket.session is None or ticket.op == "open":
+    if ticket.session is None or ticket.op in ("open", "restore"):
         message, length = f"The engine stopped while this was opened ({reason}); send it again.", 0
     else:
         message = f"The engine stopped under this request ({reason}); the session is kept, send it again."

@@ -58,6 +58,8 @@ class Ticket:
     model: str | None = None  # whose engine has it, or is waited for
     generation: int | None = None  # the worker that has it
     cancel_wanted: bool = False  # asked for while it could not be ended yet
+    snapshot: str | None = None  # that a `restore` takes; the path of what an `import` brought
+    on_end: Callable[[], None] | None = None  # lets go of what it had
 
     @property
     def reads(self) -> bool:
@@ -193,6 +195,8 @@ class Tickets:
 
     def _ended(self, ticket: Ticket, body: Body) -> None:
         del self._open[ticket.rid]
+        if ticket.on_end is not None:
+            ticket.on_end()
         if ticket.peer is not None and ticket.id is not None:
             ticket.peer.open.pop(ticket.id, None)
             ticket.peer.recent.append(ticket.id)

@@ -25,25 +25,31 @@ from stateroom.client.protocol import (
     ModelResult,
     Open,
     Publish,
+    Restore,
     Result,
+    Save,
     Verify,
     VerifyResult,
 )
 from stateroom.client.protocol import Close as CloseRequest
+from stateroom.daemon.archive import Archive
 from stateroom.daemon.catalog import Catalog, Session
 from stateroom.daemon.checks import Checks
 from stateroom.daemon.endings import CLOSED, GONE, Settlement, abandoned, lost, streams, unstarted
 from stateroom.daemon.lifecycle import EngineState, RequestEvent, RequestState, SessionEvent, SessionState
-from stateroom.daemon.link import Adopt, Answer, CancelCommand, Command, Journal, Journals
+from stateroom.daemon.link import Adopt, Answer, CancelCommand, Command, Journal, Journals, Kept, Shelved
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer
+from stateroom.daemon.store.rows import SnapshotRow
 from stateroom.daemon.supervisor import Engine, Supervisor
 from stateroom.daemon.tickets import SESSION_SHOWN, Ticket, Tickets
 from stateroom.daemon.watchers import Watchers
 
 SUPERSEDED = ("decode", "prefill", "sync")  # what a newer `sync` ends instead of getting `busy`
 HELD_ENDS = ("decode", "prefill", "sync")  # what a cancel ends at once while no engine has it
-SHORT = ("fork", "publish", "unpublish", "tokens", "close", "adopt")  # over before a cancel could arrive
+SHORT = (
+    "fork", "publish", "unpublish", "tokens", "close", "adopt", "export", "import",
+)  # fmt: skip  # over before a cancel could arrive
 PARENTS_MAX = 16  # of a session's ancestors, how many it names
 WITH_ENGINE = (RequestState.SENT, RequestState.CANCELLING, RequestState.CUT, RequestState.ORPHANED)
 
@@ -57,11 +63,12 @@ class Work:
         catalog: Catalog,
         supervisor: Supervisor,
         watchers: Watchers,
+        archive: Archive,
         metrics: Metrics,
         log: FilteringBoundLogger,
     ) -> None:
         self._tickets, self._catalog, self._supervisor = tickets, catalog, supervisor
-        self._watchers, self._metrics, self._log = watchers, metrics, log
+        self._watchers, self._archive, self._metrics, self._log = watchers, archive, metrics, log
         self._settlement = Settlement(catalog, metrics)
         every_s = supervisor.config.verify_every_s
         self.checks = Checks(catalog, supervisor.known, supervisor.clock, metrics, every_s)
@@ -79,6 +86,25 @@ class Work:
         ticket.session = session
         session.kv = request.kv
         session.running, session.running_op = ticket.rid, "open"
+        self._dispatch(ticket, engine)
+
+    def restore(self, ticket: Ticket, request: Restore, row: SnapshotRow) -> None:
+        """Begins a `restore`: an `open` whose content comes from a snapshot.
+
+        Raises NotFound, too: its model isn't here any more.
+        """
+        engine = self._supervisor.engine(row.model)
+        self._supervisor.ensure(engine)
+        (session,) = self._catalog.add(
+            ticket.owner, row.model, [request.name], request.session_class, request.ttl_s, []
+        )
+        ticket.session, ticket.snapshot = session, row.id
+        session.running, session.running_op = ticket.rid, "restore"
+        self._dispatch(ticket, engine)
+
+    def take_in(self, ticket: Ticket, engine: Engine) -> None:
+        """An `import` whose file is complete: `Ticket.snapshot` is its path."""
+        self._supervisor.ensure(engine)
         self._dispatch(ticket, engine)
 
     def run(self, ticket: Ticket, session: Session) -> None:
@@ -187,6 +213,8 @@ class Work:
     def _start(self, ticket: Ticket, session: Session) -> None:
         engine = self._supervisor.engine(session.model)
         self._supervisor.ensure(engine)
+        if isinstance(ticket.request, Save):
+            ticket.on_end = self._archive.reserve(ticket.owner, ticket.request)
         if isinstance(ticket.request, Publish):
             ticket.children = [self._catalog.publish(session, ticket.request.name)]
         if isinstance(ticket.request, Fork):
@@ -211,20 +239,36 @@ class Work:
 
     def _send(self, ticket: Ticket, engine: Engine) -> None:
         session = ticket.session
-        assert session is not None
+        if session is None:
+            self._send_file(ticket, engine)
+            return
         assert ticket.request is not None
         if session.state is SessionState.CLOSED:
             self._ended(ticket, CLOSED)
             return
         # Nothing runs in a session that its engine doesn't know: what ran ended with the last worker.
-        if ticket.op != "open" and session.generation != engine.generation:
+        if ticket.op not in ("open", "restore") and session.generation != engine.generation:
             self._adopt(session, engine)
         ticket.generation = session.generation = engine.generation
         ticket.advance(RequestEvent.SEND)
         children = [child.id for child in ticket.children]
-        engine.send(Command(ticket.rid, ticket.request, session.id, children, ticket.owner))
+        snapshot = self._snapshot(ticket)
+        engine.send(Command(ticket.rid, ticket.request, session.id, children, ticket.owner, snapshot))
         if ticket.cancel_wanted:
             self._tell_cancel(ticket, RequestEvent.CANCEL)
+
+    def _snapshot(self, ticket: Ticket) -> str | None:
+        """What a `restore` takes, or a `save` replaces: what has that name now, whichever worker made it."""
+        if isinstance(ticket.request, Save):
+            return self._archive.snapshots.id_of(ticket.owner, ticket.request.snapshot)
+        return ticket.snapshot
+
+    def _send_file(self, ticket: Ticket, engine: Engine) -> None:
+        """Of an `import`, which has no session."""
+        assert ticket.request is not None
+        ticket.generation = engine.generation
+        ticket.advance(RequestEvent.SEND)
+        engine.send(Command(ticket.rid, ticket.request, owner=ticket.owner, snapshot=ticket.snapshot))
 
     def _adopt(self, session: Session, engine: Engine) -> None:
         """Tells a worker of a session that another one had."""
@@ -422,6 +466,12 @@ class Work:
             else:
                 self._send(ticket, engine)
 
+    def on_kept(self, engine: Engine, kept: list[Kept], broken: list[str]) -> None:
+        self._archive.on_kept(engine.id, kept, broken)
+
+    def on_shelved(self, engine: Engine, shelved: Shelved) -> None:
+        self._archive.on_shelved(engine.id, shelved)
+
     def on_answer(self, engine: Engine, answer: Answer) -> None:
         if answer.journal is not None:
             self._journal(engine, answer.journal)
@@ -496,6 +546,8 @@ class Work:
         """Settles what a final answer means for its sessions, replies, and lets in what waited."""
         session = ticket.session
         events = self._settlement.settle(ticket, body)
+        if session is not None and session.state is SessionState.CLOSED:
+            self._archive.closed(session)
         if isinstance(body, VerifyResult) and session is not None:
             events += self._judged(session, body)
         self._tickets.reply(ticket, body)

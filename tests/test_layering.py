@@ -42,6 +42,12 @@ LAYERS = (
         r"daemon/(cli|doctor)\.py|daemon/(commands|demo)/.*",
         r"client(\..*)?|daemon(?!\.engine).*|deploy(\..*)?",
     ),
+    # Files of snapshots, which nothing of mlx is needed to read.
+    Layer(
+        r"daemon/carriage\.py",
+        r"daemon(?!\.engine).*|client\.(protocol|errors)"
+        r"|caches\.snapshots\.(carried|limits|places|reading|refusals)|caches\.snapshots",
+    ),
     Layer(r"daemon/.*", r"daemon(?!\.engine).*|client\.(protocol|limits|wire|errors|paths)"),
     Layer(r"deploy/.*", r"deploy(\..*)?|client\.paths"),
 )

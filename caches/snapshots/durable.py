@@ -13,12 +13,14 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterable
+from hashlib import blake2b
 from pathlib import Path
 
 from stateroom.caches.snapshots.refusals import Corrupt, InUse
-from stateroom.caches.snapshots.tensors import Buffer
+from stateroom.caches.snapshots.tensors import DIGEST_BYTES, Buffer
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
+BLOCK_BYTES = 2**20  # read at once of a file that may be larger than memory
 _FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync alone leaves bytes in the drive's cache
 
 
@@ -98,14 +100,51 @@ def read(path: Path, most: int, exactly: int | None = None) -> bytes:
         finally:
             os.close(descriptor)
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise Corrupt(path, "is missing") from None
-        if error.errno in (errno.EIO, errno.ELOOP):
-            raise Corrupt(path, f"can't be read: {error.strerror}") from error
-        raise
+        raise _corrupt(path, error) from error
     if len(content) != status.st_size:
         raise Corrupt(path, f"gave {len(content)} bytes of {status.st_size}")
     return content
+
+
+def open_checked(path: Path, parts: Iterable[tuple[int, str]]) -> tuple[int, int]:
+    """A file that holds these parts, each of so many bytes and that checksum, and nothing else.
+
+    Gives its descriptor and its bytes. Raises `Corrupt`, naming it. It may be larger than memory.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise _corrupt(path, error) from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise Corrupt(path, "is no file")
+        at = 0
+        for nbytes, digest in parts:
+            state = blake2b(digest_size=DIGEST_BYTES)
+            end = at + nbytes
+            while at < end and (block := os.pread(descriptor, min(BLOCK_BYTES, end - at), at)):
+                state.update(block)
+                at += len(block)
+            if state.hexdigest() != digest:
+                raise Corrupt(path, "holds other bytes than were written")
+        if status.st_size != at:
+            raise Corrupt(path, f"has {status.st_size} bytes, not {at}")
+    except BaseException as error:
+        os.close(descriptor)
+        if isinstance(error, OSError):
+            raise _corrupt(path, error) from error
+        raise
+    return descriptor, at
+
+
+def _corrupt(path: Path, error: OSError) -> Corrupt | OSError:
+    """What a file that can't be opened or read means."""
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return Corrupt(path, "is missing")
+    if error.errno in (errno.EIO, errno.ELOOP):
+        return Corrupt(path, f"can't be read: {error.strerror}")
+    return error
 
 
 def lock(path: Path) -> int:

@@ -34,6 +34,15 @@ class Reader:
             raise Corrupt(file, f"is that of the snapshot {found.id}")
         return found
 
+    def beginning(self, snapshot: str) -> tuple[Manifest, array[int], bytes]:
+        """A snapshot but for its KV: the manifest, all tokens, and what else belongs to the session.
+
+        Raises what `manifest` does.
+        """
+        found = self.manifest(snapshot)
+        tokens, chat = (self._part(*file) for file in self.files(found)[:2])
+        return found, array("I", tokens), chat
+
     def read(self, snapshot: str, expected: Mapping[str, str], held: Container[str] = frozenset()) -> Content:
         """All of it, every byte checked. Any thread, without mlx. Runs of `held` are left out.
 
@@ -67,10 +76,6 @@ class Reader:
             (folder / TAIL, of.tail),
         ]
         return own + [(self._run(digest), run.tensors) for digest, run in by_digest(of).items()]
-
-    def checked(self, file: Path, as_told: Part | tuple[Told, ...]) -> bytes:
-        """The bytes of one file of a snapshot. Raises `Corrupt`."""
-        return self._part(file, as_told) if isinstance(as_told, Part) else self._whole(file, as_told)
 
     def _part(self, file: Path, part: Part | tuple[Told, ...]) -> bytes:
         assert isinstance(part, Part)
