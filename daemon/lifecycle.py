@@ -43,7 +43,7 @@ class SessionEvent(Enum):
 
 
 class RequestState(Enum):
-    HELD = "held"  # with the broker: its engine is not ready, or an older request must end first
+    HELD = "held"  # with the broker: its engine is not ready or died, or an older request must end first
     SENT = "sent"  # with the engine, or a watch that goes on
     CANCELLING = "cancelling"  # with the engine, told to end
     CUT = "cut"  # its client does not read: told to end, its last word will be `slow_consumer`
@@ -53,6 +53,7 @@ class RequestState(Enum):
 
 class RequestEvent(Enum):
     SEND = "send"
+    LOSE = "lose"  # its worker died, and it goes to the next one
     REPLY = "reply"  # a reply that is not final
     CANCEL = "cancel"
     OVERFLOW = "overflow"  # the client's outbox is full
@@ -101,9 +102,11 @@ SESSIONS: dict[SessionState, dict[SessionEvent, SessionState]] = {
 REQUESTS: dict[RequestState, dict[RequestEvent, RequestState]] = {
     R.HELD: {
         RequestEvent.SEND: R.SENT,
+        RequestEvent.REPLY: R.HELD,
         RequestEvent.FINAL: R.DONE,
     },
     R.SENT: {
+        RequestEvent.LOSE: R.HELD,
         RequestEvent.REPLY: R.SENT,
         RequestEvent.CANCEL: R.CANCELLING,
         RequestEvent.OVERFLOW: R.CUT,

@@ -21,6 +21,7 @@ from stateroom.daemon.engine.session import Session
 from stateroom.daemon.engine.speculation.guesser import Guessers
 from stateroom.daemon.engine.speculation.rounds import Rounds
 from stateroom.daemon.engine.stream import Stream
+from stateroom.daemon.link import Journals
 from stateroom.daemon.scheduler.packing import Costs
 from stateroom.daemon.scheduler.plan import Job, Plan
 
@@ -240,6 +241,8 @@ class Decoding:
             stream.session.settle()  # it was parked while this draw was on its way
         if stream.request.stream and event.tokens:
             self._engine.answer(stream.rid, event, self._engine.journal(stream.session, before))
+        elif (untold := stream.untold()) is not None:
+            self._engine.emit(Journals([self._engine.journal(stream.session, untold)]))
         return len(event.tokens)
 
     def _measure(self, flight: Flight) -> None:

@@ -1,5 +1,8 @@
 """One running decode on the host's side: what it drew, the text so far, and when it ends.
 
+A stream may have been begun by another worker, which is gone: what that one drew is in the session behind
+`base`, and is read here once more, so that text, stop strings and counts stand as if it had never been.
+
 The device's side, rows and draws, is `batch.py`. A stream learns of a drawn token only after the next
 step may have been launched; `Batch` takes care that KV and tokens agree again when it leaves.
 """
@@ -20,6 +23,7 @@ from stateroom.daemon.engine.speculation.guesser import Guesser
 from stateroom.daemon.engine.speculation.lookup import NOTHING, Draft
 from stateroom.daemon.engine.text import Detokenizer, StopStrings, Tokenizer
 
+TOLD_EVERY = 16  # tokens of a decode that isn't streamed, until the broker hears of them
 DETOKENIZER_CONTEXT = 8  # tokens before the first drawn one; enough for spacing and a split character
 
 
@@ -39,8 +43,9 @@ class Stream:
     base: int  # length of the session when it began
     received_ms: float
     started_ms: float
-    prefilled: int
+    prefilled: int = 0
     launched: int = 0  # draws launched, at most one more than taken
+    told: int = 0  # of what it drew, how much the broker knows
     drawn: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -66,32 +71,33 @@ class Stream:
         eos: frozenset[int],
         context: int,
         received_ms: float,
-        started_ms: float,
-        prefilled: int,
-        guesser: Guesser | None = None,
         drafter: Drafter | None = None,
+        base: int | None = None,
     ) -> Stream:
+        """`base`: the session's length when it began, where another worker drew what comes behind it."""
+        base = session.length if base is None else base
         sampling = request.sampling or Sampling()
         stop_tokens = frozenset(request.stop_tokens or ())
-        return cls(
+        made = cls(
             rid=rid,
             session=session,
             request=request,
             sampling=sampling,
             seed=seed if sampling.seed is None else sampling.seed,
             context=context,
-            detokenizer=Detokenizer(tokenizer, session.tokens[-DETOKENIZER_CONTEXT:]),
+            detokenizer=Detokenizer(tokenizer, session.tokens[max(base - DETOKENIZER_CONTEXT, 0) : base]),
             stops=StopStrings(request.stop or []),
             stop_tokens=stop_tokens if request.ignore_eos else stop_tokens | eos,
-            base=session.length,
+            base=base,
             received_ms=received_ms,
-            started_ms=started_ms,
-            prefilled=prefilled,
+            started_ms=received_ms,
             penalised=has_penalty(sampling),
-            guesser=guesser,
             drafter=drafter,
             guesses_most=(request.speculate and request.speculate.max_draft) or GUESSES_DEFAULT,
         )
+        made.text.append("".join(map(made._read, session.tokens[base:])))
+        made.launched = made.told = len(made.drawn)
+        return made
 
     @property
     def computed(self) -> int:
@@ -175,9 +181,26 @@ class Stream:
             self.logprobs += told
         return TokenEvent(tokens=taken, text=text, logprobs=told)
 
+    def untold(self) -> int | None:
+        """The length of the session up to which the broker knows it, when it should hear of the rest.
+
+        Of a stream it hears with each event, and at the end in any case. Log-probabilities can't be told
+        a second time: where the answer is to have them, another worker has to draw everything again.
+        """
+        if self.request.stream or self.request.logprobs is not None or self.has_ended():
+            return None
+        told = self.told
+        if len(self.drawn) - told < TOLD_EVERY:
+            return None
+        self.told = len(self.drawn)
+        return self.base + told
+
     def _taken(self, token: int) -> str:
         """The text that can be told behind one more token."""
         self.session.tokens.append(token)
+        return self._read(token)
+
+    def _read(self, token: int) -> str:
         self.drawn.append(token)
         if token in self.stop_tokens:
             self.finish = "stop_token"
@@ -199,7 +222,7 @@ class Stream:
             return "stop"
         if len(self.drawn) >= self.request.max_tokens:
             return "length"
-        if self.session.length >= self.context:
+        if self.base + len(self.drawn) >= self.context:
             return "context"
         if self.cancelled:
             return "cancelled"

@@ -41,7 +41,7 @@ from stateroom.daemon.parts import Parts
 from stateroom.daemon.scheduler.pace import Pace
 
 TURNS_MAX = 5_000
-DISK_S = 60.0  # nothing on the disk takes so long
+DISK_S = 20.0  # nothing on the disk takes so long
 MODEL = {"weights": "w", "config": "c", "tokenizer": "t", "dtype": "float32"}
 PROMPT = [10, 20, 30, 40, 50, 60, 70]
 FINAL = p.Result | p.ErrorBody
@@ -141,12 +141,19 @@ class Bench:
 
     # ------------------------------------------------------------ driving
 
-    def start(self, request: p.Request, session: str | None = None, owner: str = "") -> int:
-        """Hands a request over without running it."""
+    def start(
+        self,
+        request: p.Request,
+        session: str | None = None,
+        owner: str = "",
+        snapshot: str | None = None,
+        base: int | None = None,
+    ) -> int:
+        """Hands a request over without running it. `base`: of a decode that another engine began."""
         rid = next(self._rids)
         self.bodies[rid] = []
         children = []
-        if isinstance(request, p.Open):
+        if isinstance(request, p.Open | p.Restore):
             session = f"s{next(self._names)}"
         else:
             session = session or getattr(request, "session", None)
@@ -154,7 +161,7 @@ class Bench:
             n = request.n if isinstance(request, p.Fork) else 1
             children = [f"s{next(self._names)}" for _ in range(n)]
             self.forks[rid] = (session or "", children)
-        self.commands.take(Command(rid, request, session, children, owner))
+        self.commands.take(Command(rid, request, session, children, owner, snapshot, base))
         return rid
 
     def adopt(
@@ -167,11 +174,13 @@ class Bench:
         owner: str = "",
         trunk: str | None = None,
         trunk_length: int = 0,
+        snapshot: str | None = None,
+        kv: p.KV | None = None,
     ) -> p.Body:
         rid = next(self._rids)
         self.bodies[rid] = []
         self.journal[session] = list(tokens)
-        adopted = (list(tokens), background, list(chat), None, owner, trunk, trunk_length)
+        adopted = (list(tokens), background, list(chat), kv, owner, trunk, trunk_length, snapshot)
         self.commands.take(Adopt(rid, session, *adopted))
         return self.finish(rid)
 

@@ -14,12 +14,22 @@ from tests.sim.watch import Watch
 
 from stateroom.client import protocol as p
 from stateroom.client.errors import Capacity, Invalid, Numeric, StateroomError, TooLong
-from stateroom.daemon.link import Adopt, Answer, CancelCommand, Command, Journals
+from stateroom.daemon.link import (
+    Adopt,
+    Answer,
+    Budget,
+    CancelCommand,
+    Command,
+    Discard,
+    Journals,
+    Within,
+)
 from stateroom.daemon.scheduler.pace import Pace
 from stateroom.daemon.scheduler.plan import Job, Kind, Plan
 from stateroom.daemon.scheduler.schedule import Schedule
 
 RETRY_AFTER_S = 5.0
+TOLD_EVERY = 16  # tokens of a decode that isn't streamed, until the broker hears of them
 GAP_MS = 50.0
 KINDS = [p.KindCaps(kind="full", scheme="dense", layers=2)]
 CAPS = p.Caps(
@@ -65,7 +75,7 @@ class Turn:
 class Engine:
     """One worker's sessions and requests. `emit` takes every answer, in order."""
 
-    def __init__(self, emit: Callable[[Answer | Journals], None], draw: random.Random, costs: Costs) -> None:
+    def __init__(self, emit: Callable[[Answer | Journals | Within], None], draw: random.Random, costs: Costs) -> None:
         self.emit, self.draw, self.costs = emit, draw, costs
         self.pool = Pool(costs.budget_bytes)
         self.sessions: dict[str, Session] = {}
@@ -147,6 +157,8 @@ class Engine:
         event = stream.step()
         if stream.request.stream:
             self.emit(Answer(stream.rid, event, session.journal(keep)))
+        elif stream.finish is None and len(stream.drawn) % TOLD_EVERY == 0:
+            self.emit(Journals([session.journal(max(session.length - TOLD_EVERY, stream.base))]))
         if stream.finish is not None:
             self._end_stream(stream)
 
@@ -176,10 +188,15 @@ class Engine:
 
     # ------------------------------------------------------------ commands
 
-    def take(self, message: Command | Adopt | CancelCommand) -> None:
+    def take(self, message: Command | Adopt | CancelCommand | Discard | Budget) -> None:
         if isinstance(message, CancelCommand):
             if message.rid in self.requests:
                 self.requests[message.rid].cancelled = True
+            return
+        if isinstance(message, Discard):
+            return  # it keeps no snapshots
+        if isinstance(message, Budget):
+            self.emit(Within(message.nbytes))  # more than its own, which the seed chose
             return
         try:
             if isinstance(message, Adopt):
@@ -280,12 +297,16 @@ class Engine:
         session = self._idle(command)
         if not session.length:
             raise Invalid("An empty session can't be decoded.", field="session")
-        if session.length >= CONTEXT:
+        base = session.length if command.base is None else command.base
+        if base >= CONTEXT:
             raise TooLong("The context is full.", limit=CONTEXT, length=session.length)
-        stream = Stream(command.rid, session, request, session.length)
+        stream = Stream(command.rid, session, request, base)
+        for token in session.tokens[base:]:  # another worker drew them
+            assert stream.finish is None, "a stream was sent on beyond its end"
+            stream.took(token)
 
         def then(fill: Fill) -> None:
-            if fill.cancelled:
+            if fill.cancelled or stream.finish is not None:
                 self.emit(Answer(command.rid, stream.result(), session.journal(session.length)))
             else:
                 self._enter(stream)

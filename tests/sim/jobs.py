@@ -134,14 +134,17 @@ class Stream:
         session.kv.append(1)
         token = next_token(session.tokens)
         session.tokens.append(token)
+        self.took(token)
+        return TokenEvent(tokens=[token], text=spoken(token))
+
+    def took(self, token: int) -> None:
         self.drawn.append(token)
         if token == EOS and not self.request.ignore_eos:
             self.finish = "stop_token"
         elif len(self.drawn) >= self.request.max_tokens:
             self.finish = "length"
-        elif session.length >= CONTEXT:
+        elif self.base + len(self.drawn) >= CONTEXT:
             self.finish = "context"
-        return TokenEvent(tokens=[token], text=spoken(token))
 
     def result(self) -> DecodeResult:
         return DecodeResult(
