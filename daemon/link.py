@@ -161,6 +161,7 @@ class Journal:
     checkpoints: list[int] | None = None  # shorter lengths that it reaches, when they are known
     chat: list[ChatTurn] | None = None  # all turns, when they changed
     snapshot: str | None = None  # the automatic one that it has on disk, when that changed; "": none
+    kv: KV | None = None  # of a session that was restored: the scheme that it was saved with
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,10 @@ from stateroom.daemon.engine.memory import STEP, NoRoom
 from stateroom.daemon.engine.sampling import check as check_sampling
 from stateroom.daemon.engine.score import Score
 from stateroom.daemon.engine.session import Change, Session, apply, common_prefix, plan
+from stateroom.daemon.engine.snapshots import Snapshots
 from stateroom.daemon.engine.stream import Stream
 from stateroom.daemon.engine.verify import begin_verify
-from stateroom.daemon.link import Adopt, Budget, CancelCommand, ChatTurn, Command
+from stateroom.daemon.link import Adopt, Budget, CancelCommand, ChatTurn, Command, Discard
 
 
 class Commands:
@@ -39,6 +40,7 @@ class Commands:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.loaded = engine.loaded
+        self.snapshots = Snapshots(engine)
         self._given_up: int | None = None  # the command that is being ended without having begun
         self._handlers: dict[type[p.Request], Callable[[Command, Any], None]] = {
             p.Open: self._open,
@@ -53,9 +55,13 @@ class Commands:
             p.Unpublish: self._close,
             p.Score: self._score,
             p.Verify: self._verify,
+            p.Park: self._park,
+            p.Save: self._save,
+            p.Restore: self.snapshots.restore,
+            p.Import: self.snapshots.take_in,
         }
 
-    def take(self, message: Command | Adopt | CancelCommand | Budget) -> None:
+    def take(self, message: Command | Adopt | CancelCommand | Budget | Discard) -> None:
         """Carries out one message; every error becomes the command's final answer.
 
         One that is refused for want of memory may be held, and taken again from its start.
@@ -64,6 +70,8 @@ class Commands:
             self.engine.cancel(message.rid)
         elif isinstance(message, Budget):
             self.engine.ladder.limit(message.nbytes)
+        elif isinstance(message, Discard):
+            self.snapshots.discard(message)
         else:
             self._take(message)
 
@@ -244,6 +252,8 @@ class Commands:
         session.background = command.background
         apply(session, Change(0, 0, command.tokens, None))
         session.chat = session.chat_told = list(command.chat)
+        if self.engine.disk is not None:
+            self.engine.disk.adopted(session, command.snapshot)
         self.engine.unchanged(command.rid, session)
 
     # ------------------------------------------------------------ decode, fork, score
@@ -405,6 +415,14 @@ class Commands:
     def _verify(self, command: Command, request: p.Verify) -> None:
         session = self._idle_session(command)
         begin_verify(self.engine, command.rid, session, picked=request.session is None)
+
+    # ------------------------------------------------------------ disk
+
+    def _park(self, command: Command, request: p.Park) -> None:
+        self.snapshots.park(command.rid, self._idle_session(command))
+
+    def _save(self, command: Command, request: p.Save) -> None:
+        self.snapshots.save(command, request, self._idle_session(command), self._begin)
 
     # ------------------------------------------------------------ reading, closing
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from stateroom.caches.snapshots.content import Material
 from stateroom.caches.snapshots.library import Entry, Library
@@ -22,9 +22,10 @@ from stateroom.caches.snapshots.materialise import materialising
 from stateroom.caches.snapshots.refusals import Missing, RunGone
 from stateroom.caches.snapshots.trunks import Trunks
 from stateroom.daemon.engine import shelf
+from stateroom.daemon.engine.fetching import Fetching
 from stateroom.daemon.engine.files import Files
 from stateroom.daemon.engine.session import Session, common_prefix
-from stateroom.daemon.link import Kept, Shelved
+from stateroom.daemon.link import Journals, Kept, Shelved
 
 if TYPE_CHECKING:
     from stateroom.daemon.engine.engine import Engine
@@ -49,15 +50,15 @@ class Shelving:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a snapshot has become. `gone`: what had to go for it, or was replaced."""
+    """What a session has become."""
 
     kept: Kept
     checksum: str
     manifest: Manifest
-    gone: list[str]
 
 
 Then = Callable[[Kept | Exception], None]
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +81,7 @@ class Disk:
     Args:
         library: open, and nobody else's.
         files: does all that touches it.
-        model: gives the model's fingerprint, on that thread; it may take its time once.
+        model: gives the model's fingerprint, on the thread of files; it may take its time once.
         wall_ms: milliseconds since 1970.
     """
 
@@ -96,29 +97,69 @@ class Disk:
         self.library = library
         self.files = files
         self.trunks = Trunks()
-        self._model = model
-        self._wall_ms = wall_ms
+        self.model = model
+        self.fetching = Fetching(engine, self)
+        self.wall_ms = wall_ms
         self._keeps: deque[_Keep] = deque()  # the first is being copied
         self._writing = 0  # copies that wait for the disk
-        self._others = 0  # other things that the thread was asked
+        self._asked = 0  # all that the thread was asked and hasn't answered
+        self.shelvings: dict[int, Shelving] = {}  # requests that wait until their session is kept
         self._owners: dict[str, Session] = {}  # by the automatic snapshot of each
 
     @property
     def waiting(self) -> int:
         """Requests that wait for the disk."""
-        return sum(isinstance(request, Shelving) for request in self._engine.requests.values())
+        return len(self.shelvings) + self.fetching.waiting
 
     @property
     def busy(self) -> bool:
         """Something is under way."""
-        return bool(self._keeps or self._writing or self._others)
+        return bool(self._keeps or self._asked)
 
-    def turn(self) -> bool:
-        """Once a turn of the loop; whether the next one has something to do without the disk."""
-        more = self.files.turn()
+    @property
+    def pressing(self) -> bool:
+        """The next turn has something to do that needs no waiting."""
+        return self.files.ready or bool(self._keeps and self._writing < WRITING_MAX)
+
+    def turn(self) -> None:
+        """Once a turn of the loop: takes one thing that is done, and copies one tensor."""
+        self.files.turn()
+        self.fetching.turn()
         if self._keeps and self._writing < WRITING_MAX:
             self._copy(self._keeps[0])
-        return more or bool(self._keeps and self._writing < WRITING_MAX)
+
+    def ask(self, do: Callable[[], T], then: Callable[[T | Exception], None]) -> None:
+        """`do` on the thread of files, then `then` here."""
+
+        def taken(outcome: T | Exception) -> None:
+            self._asked -= 1
+            then(outcome)
+
+        self._asked += 1
+        self.files.ask(do, taken)
+
+    def change(self, do: Callable[[], T], then: Callable[[T | Exception], None]) -> None:
+        """The same for what changes the library; what came and went, even in failing, is told before."""
+
+        def changed() -> tuple[T | Exception, list[Kept], list[str]]:
+            before = set(self.library.entries)
+            try:
+                outcome: T | Exception = do()
+            except Exception as error:
+                outcome = error
+            now = self.library.entries
+            return outcome, [kept_of(now[each]) for each in now.keys() - before], sorted(before - now.keys())
+
+        def told(changes: tuple[T | Exception, list[Kept], list[str]] | Exception) -> None:
+            if isinstance(changes, Exception):
+                then(changes)
+                return
+            outcome, kept, gone = changes
+            if kept or gone:
+                self._told(kept, gone)
+            then(outcome)
+
+        self.ask(changed, told)
 
     # ------------------------------------------------------------ keeping
 
@@ -193,15 +234,11 @@ class Disk:
     def _write(self, keep: _Keep, material: Material) -> None:
         session = keep.session
         automatic = keep.name is None
-        about = About(
-            session.owner, self._engine.loaded.id, self._wall_ms(), keep.name, session.id, automatic
-        )
+        about = About(session.owner, self._engine.loaded.id, self.wall_ms(), keep.name, session.id, automatic)
 
         def write() -> Written:
-            before = set(self.library.entries)
-            made = self.library.write(material, self._model(), about, keep.replaces)
-            gone = sorted(before - self.library.entries.keys())
-            return Written(kept_of(self.library.entries[made.id]), checksum(made), made, gone)
+            made = self.library.write(material, self.model(), about, keep.replaces)
+            return Written(kept_of(self.library.entries[made.id]), checksum(made), made)
 
         def then(outcome: Written | Exception) -> None:
             self._writing -= 1
@@ -211,13 +248,12 @@ class Disk:
                 return
             if isinstance(outcome, Written):
                 self.trunks.written(material, outcome.manifest)
-                self._told([outcome.kept], outcome.gone)
                 if automatic:
                     self._has(session, outcome.kept.id, keep)
             self._end(keep, outcome)
 
         self._writing += 1
-        self.files.ask(write, then)
+        self.change(write, then)
 
     def _has(self, session: Session, snapshot: str, keep: _Keep) -> None:
         """The session's own is on disk; it may have gone on, or be no more."""
@@ -248,31 +284,54 @@ class Disk:
             return wanted
 
         def then(outcome: list[str] | Exception) -> None:
-            self._others -= 1
             if isinstance(outcome, Exception):
                 self._engine.report(outcome)
                 there = self.library.entries.keys() | self.library.broken.keys()
                 outcome = [snapshot for snapshot in wanted if snapshot not in there]
             self._told([], outcome)
 
-        self._others += 1
-        self.files.ask(remove, then)
+        self.ask(remove, then)
 
     def closed(self, session: Session) -> None:
         """A session is no more: its own snapshot goes with it."""
         self.let_go(session)
+        self.drop(session)
+
+    def drop(self, session: Session) -> None:
+        """A session's own snapshot is of no use any more."""
         if session.snapshot is not None:
             self._owners.pop(session.snapshot, None)
             self.discard([session.snapshot])
             session.snapshot = None
 
+    def adopted(self, session: Session, snapshot: str | None) -> None:
+        """A session comes with the snapshot that it had; of its tokens that may have some, and others."""
+        session.snapshot_told = snapshot
+        entry = self.library.entries.get(snapshot or "")
+        if entry is None:
+            return
+        session.snapshot, session.snapshot_sure = entry.id, False
+        session.snapshot_stored = entry.stored
+        session.snapshot_length = min(entry.stored, session.length)
+        self._owners[entry.id] = session
+
     def _told(self, kept: list[Kept], gone: list[str]) -> None:
         """Tells what came and went, and the sessions that have none any more."""
         self._engine.emit(Shelved(kept, gone))
+        poorer: list[Session] = []
         for snapshot in gone:
             session = self._owners.pop(snapshot, None)
             if session is not None and session.snapshot == snapshot:
                 session.snapshot = None
+                poorer.append(session)
+        self.tell(poorer)
+
+    def tell(self, sessions: Iterable[Session]) -> None:
+        """Tells the broker of sessions that nobody asks for now; one with a request tells with its answer."""
+        running = {request.session for request in self._engine.requests.values()}
+        news = [each for each in sessions if each not in running]
+        if news:
+            self._engine.emit(Journals([self._engine.journal(each, each.length) for each in news]))
 
 
 def kept_of(entry: Entry) -> Kept:

@@ -221,7 +221,8 @@ class Engine:
     def step(self) -> bool:
         """One turn of the loop; False when nothing is left to do but for the disk, which wakes the loop."""
         decoding, filling = self.decoding, self.filling
-        more = self.disk is not None and self.disk.turn()
+        if self.disk is not None:
+            self.disk.turn()
         self.sharing.turn()
         plan, cancelled = self.schedule.plan(), self._cancelled
         self._cancelled = []
@@ -240,11 +241,10 @@ class Engine:
         if not self.requests:
             filling.idle()
         self.ladder.turn()
-        return more or len(self.requests) > self._waiting_for_disk()
-
-    def _waiting_for_disk(self) -> int:
-        """Requests that no turn of the loop brings on."""
-        return 0 if self.disk is None else self.disk.waiting
+        if self.disk is None:
+            return bool(self.requests)
+        waiting = self.disk.waiting + self.sharing.waiting_for_disk()
+        return self.disk.pressing or len(self.requests) > waiting
 
     def cancel(self, rid: int) -> None:
         """Ends a request at its next token or quantum. Unknown or finished ids are passed over."""

@@ -46,13 +46,17 @@ class Files:
 
         self._asked.put(task)
 
-    def turn(self) -> bool:
-        """Hands one outcome over, so that a turn stays short; whether there are more."""
+    @property
+    def ready(self) -> bool:
+        """There is an outcome."""
+        return bool(self._done)
+
+    def turn(self) -> None:
+        """Hands one outcome over, so that a turn stays short."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, WAKES)  # before looking, so that none is missed
         if self._done:
             self._done.popleft()()
-        return bool(self._done)
 
     def wait(self, seconds: float) -> bool:
         """Sleeps until there is an outcome; False when there is none yet."""

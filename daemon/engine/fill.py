@@ -35,7 +35,9 @@ class Fill:
     most: int = 0  # tokens the session may come to by the decode that follows
     beside: int = 0  # bytes that the decode which follows needs besides: of the model that drafts for it
     opens: bool = False  # its session is new, and goes again if it fails
-    shared: int = 0  # tokens whose KV came from another session
+    shared: int = 0  # tokens whose KV came from another session, or from disk
+    read: bool = False  # it was the disk
+    fetched: bool = False  # the disk was asked, whatever came of it
     hoped: int = 0  # while it waits for another fill: tokens that it will share with that one
     applied: bool = False  # the change was carried out
     started_ms: float | None = None
@@ -62,13 +64,14 @@ class Fill:
         held = self.session.tokens
         return held if self.applied else held[: self.change.keep] + self.change.tokens
 
-    def borrow(self, loan: Session) -> None:
-        """Carries the change out and goes on from another session's KV instead of its own."""
+    def borrow(self, loan: Session, *, read: bool = False) -> None:
+        """Carries the change out and goes on from other KV than its own: another session's, or one `read`."""
         self.apply()
         session = self.session
         session.cache, session.trail = loan.cache, loan.trail
         session.stored = self.shared = loan.stored
-        whole = session.missing == 0
+        self.read = read
+        whole = loan.stored + 1 >= self.change.keep or session.missing == 0
         # Of what it held itself it may have hoped for more; now nothing of that is computed.
         self.change = replace(self.change, kv_keep=loan.stored, why=None if whole else self.change.why)
 
@@ -115,7 +118,7 @@ class Fill:
 
     def source(self, reused: int) -> Source:
         if self.shared and reused:
-            return "shared"
+            return "snapshot" if self.read else "shared"
         return self.session.origin if reused else "none"
 
     # What the engine's loop asks of any device work done by quanta; `Score` answers the same.

@@ -79,6 +79,7 @@ class LoadedModel:
         vocab: token ids are 0 to vocab - 1; another would be read out of bounds.
         eos: tokens that end an answer.
         facts: device, dtype, blas, architecture, parameters, load_s, for the log and the doctor.
+        path: its GGUF file or its directory, if it has any.
     """
 
     id: str
@@ -89,6 +90,7 @@ class LoadedModel:
     vocab: int
     eos: frozenset[int]
     facts: dict[str, Any] = field(default_factory=dict)
+    path: Path | None = None
 
 
 def load(spec: str, model_id: str | None = None) -> LoadedModel:
@@ -116,6 +118,7 @@ def load(spec: str, model_id: str | None = None) -> LoadedModel:
         vocab=_vocab(model, config),
         eos=tokenizer.eos,
         facts=_facts(model, config) | {"load_s": round(time.monotonic() - begin, 3)},
+        path=path,
     )
 
 

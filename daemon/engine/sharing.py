@@ -13,7 +13,7 @@ for each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -88,7 +88,7 @@ class Sharing:
     # ------------------------------------------------------------ fills begin
 
     def begin(self, fill: Fill) -> None:
-        """Begins a fill with what others hold, now or when the one that computes its beginning has done so.
+        """Begins a fill with what the disk or others hold, once that is there.
 
         Raises `Capacity` when it doesn't fit the budget, and nothing has changed.
         """
@@ -98,7 +98,11 @@ class Sharing:
         memory, found = self._engine.memory, self._lender(fill)
         if found is not None and not self._affords(found[0]):
             found = None
-        ahead = self._ahead(fill, found[1] if found else 0)
+        lent, disk = found[1] if found else 0, self._engine.disk
+        if disk is not None and disk.fetching.covers(fill) >= max(fill.change.kv_keep, lent) + SHARE_MIN:
+            disk.fetching.begin(fill)
+            return
+        ahead = self._ahead(fill, lent)
         if ahead is not None:
             memory.admit_fill(fill, hoped=ahead.until)
             fill.hoped = ahead.until
@@ -120,7 +124,11 @@ class Sharing:
                 self._admit_alone(fill, refusal.bare())
         if found is not None:
             fill.borrow(loan or self._loan(fill.tokens, *found))
-        if found is not None and fill.done:
+        self.go_on(fill)
+
+    def go_on(self, fill: Fill) -> None:
+        """A fill has what it begins with."""
+        if fill.done:
             self._end(fill)
         else:
             self._engine.filling.begin(fill)
@@ -164,14 +172,18 @@ class Sharing:
         for fill in list(islice(due, RELEASED_PER_TURN)):
             del self._waiting[fill.rid], self._engine.requests[fill.rid]
             fill.hoped = 0
-            self._begin_again(fill)
+            self.begin_again(fill)
 
-    def _begin_again(self, fill: Fill) -> None:
+    def begin_again(self, fill: Fill) -> None:
         """What `begin` would raise ends it, or where it is for want of room, has it wait for that."""
+        self.attempt(fill, partial(self.begin, fill))
+
+    def attempt(self, fill: Fill, begin: Callable[[], None]) -> None:
+        """The same for another way to begin it, which ends it if it was cancelled."""
 
         def give_up() -> None:
             fill.cancelled = True
-            self.begin(fill)
+            begin()
 
         def fail(error: Exception) -> None:
             if fill.opens:
@@ -179,13 +191,17 @@ class Sharing:
             self._engine.fail(fill.rid, error, self._engine.journal(fill.session, fill.session.length))
 
         try:
-            self.begin(fill)
+            begin()
         except NoRoom as refusal:
-            again = partial(self.begin, fill)
-            waiter = Waiter(fill.rid, fill.session, again, give_up, fail, planned=True)
+            waiter = Waiter(fill.rid, fill.session, begin, give_up, fail, planned=True)
             self._engine.ladder.hold(waiter, refusal)
         except Exception as error:
             fail(error)
+
+    def waiting_for_disk(self) -> int:
+        """Fills that wait for one that waits for the disk."""
+        fetching = self._engine.disk.fetching if self._engine.disk is not None else None
+        return sum(fetching is not None and fetching.waits(each.leader) for each in self._waiting.values())
 
     def _waits(self, waiting: _Waiting) -> bool:
         leader, session = waiting.leader, waiting.leader.session

@@ -80,6 +80,15 @@ def refusal(error: Exception) -> Exception:
     return error
 
 
+def words(error: Exception) -> str:
+    """Why a snapshot can't be used, for a receipt."""
+    if isinstance(error, refusals.Corrupt):
+        return f"its {name_of(error)} {error.why}"
+    if isinstance(error, refusals.Mismatch):
+        return f"its {error.part} isn't that of the model here"
+    return "it is gone" if isinstance(error, refusals.Missing) else "the disk failed"
+
+
 def name_of(error: refusals.Corrupt) -> str:
     """The file at fault as people know it: no path."""
     file = Path(error.file)
