@@ -31,6 +31,8 @@ from stateroom.daemon.logs import incident
 from stateroom.daemon.memory import Memory
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer, Peers
+from stateroom.daemon.pressure import Source, system_level
+from stateroom.daemon.quotas import Quotas
 from stateroom.daemon.shelf import Shelf
 from stateroom.daemon.sockets import PublicSocket
 from stateroom.daemon.store.rows import ModelRow
@@ -73,7 +75,8 @@ class Broker:
         self._watch_alarm = Alarm(lambda: self.watchers.tick())
         self.metrics = Metrics()
         self.peers = Peers(self._socket.send, self._vanished, lambda: self._flush_alarm.ring_in(FLUSH_S))
-        self.catalog = Catalog(clock, pending=self.keeper.pending if self.keeper else None)
+        pending = self.keeper.pending if self.keeper else None
+        self.catalog = Catalog(clock, pending=pending, quotas=Quotas(config.quotas))
         self.tickets = Tickets(
             self.peers,
             self.metrics,
@@ -81,6 +84,7 @@ class Broker:
             log,
             lambda peer: self.work.cut(peer),
             log_content=config.log_content,
+            quotas=self.catalog.quotas,
         )
         self.shelf = Shelf(config.models, config.models_dir, config.allow_any_model)
         self.memory = Memory(
@@ -95,30 +99,30 @@ class Broker:
             self.tickets, self.catalog, self.supervisor, self.watchers, self.archive, self.metrics, log
         )
         self.supervisor.listener, self.supervisor.recall = self.work, self.shelf.recall
-        self.desk = Desk(
-            self.peers,
-            self.tickets,
-            self.catalog,
         self.carriage = None
         if config.state_dir is not None:
             snapshots = self.archive.snapshots
             self.carriage = Carriage(
                 config.state_dir, snapshots, self.tickets.reply, self.work.take_in, clock, log
             )
+        self.desk = Desk(
+            self.peers,
+            self.tickets,
+            self.catalog,
             self.supervisor,
             self.work,
             self.watchers,
             self.shelf,
+            self.archive,
+            self.carriage,
             self.metrics,
             log,
         )
+        self.desk.more_gauges.append(self.memory.gauges)
         if self.keeper is not None:
-            self.archive,
-            self.carriage,
             self._restore(self.keeper)
 
     def _restore(self, keeper: Keeper) -> None:
-        self.desk.more_gauges.append(self.memory.gauges)
         """What the daemon before left is there at once; nothing of it is loaded until it is touched."""
         kept = keeper.loaded()
         wanted = {stored.row.model for stored in kept.sessions} | {row.model for row in kept.snapshots}
@@ -127,11 +131,11 @@ class Broker:
                 keeper.pending.drop(ModelRow, row.id)
         self.shelf.remember(ModelSpec(row.id, row.spec) for row in kept.models)
         self.catalog.restore(kept)
+        self.archive.snapshots.load(kept.snapshots)
         self.desk.more_gauges.append(keeper.gauges)
         self.work.expire()
 
     @property
-        self.archive.snapshots.load(kept.snapshots)
     def own_user_only(self) -> bool:
         return self._socket.own_user_only
 
@@ -160,25 +164,25 @@ class Broker:
         await _until(lambda: not self.peers.waiting, FLUSH_LAST_S)
         for alarm in (self._tick_alarm, self._flush_alarm, self._watch_alarm):
             alarm.stop()
+        if self.carriage is not None:
+            self.carriage.close()
         if self.keeper is not None:
             await self.keeper.close()
         self._socket.close()
         self._context.term()
-        if self.carriage is not None:
-            self.carriage.close()
 
     def _tick(self) -> None:
         if self._door is not None:
             self._expel(self._door)
         self._tick_alarm.ring_in(TICK_S)
         self.work.expire()
+        if self.carriage is not None:
+            self.carriage.expire()
+        self.memory.tick()
         self.supervisor.tick()
         if self.desk.admitting:
             self.work.look_round()
 
-        if self.carriage is not None:
-            self.carriage.expire()
-        self.memory.tick()
     def _expel(self, door: Door) -> None:
         door.allowed.refresh()
         expelled = self.peers.expel(lambda guest: not door.allowed.knows(guest))
@@ -193,10 +197,6 @@ class Broker:
     def _vanished(self, peer: Peer) -> None:
         self.metrics.count("clients_vanished")
         self.work.vanish(peer)
-
-    def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What no part handled: ours, to be found in the log, and no reason to leave."""
-        name = incident()
         if self.carriage is not None:
             self.carriage.vanish(peer)
 
@@ -205,6 +205,10 @@ class Broker:
         engine = self.supervisor.known(model)
         if engine is not None and engine.ready:
             engine.send(Discard(snapshots))
+
+    def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What no part handled: ours, to be found in the log, and no reason to leave."""
+        name = incident()
         self.log.error(
             "internal error", incident=name, what=context["message"], exc_info=context.get("exception")
         )
