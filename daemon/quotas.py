@@ -30,7 +30,7 @@ class Quota:
 
     sessions: int | None = SESSIONS_MAX // 2  # published trunks, too
     bytes: int | None = None  # of KV in memory
-    disk: int | None = None  # of snapshots, those that the daemon made by itself, too
+    disk: int | None = None  # of snapshots that were asked for
     requests: int | None = REQUESTS_QUEUED_MAX // 2  # that may wait: what is answered at once doesn't count
 
 

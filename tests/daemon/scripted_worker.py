@@ -254,7 +254,7 @@ class Worker:
             )
             self.answer(rid, LengthResult(length=len(tokens), receipt=receipt, finish=finish), session, kept)
         elif isinstance(request, Decode):
-            yield from self.decode(rid, session, request)
+            yield from self.decode(rid, session, request, before if command.base is None else command.base)
         elif isinstance(request, Trim):
             del tokens[request.to if request.to is not None else before - (request.count or 0) :]
             self.answer(
@@ -298,9 +298,9 @@ class Worker:
             del self.sessions[session]
             self.answer(rid, CloseResult(freed_bytes=10 * before))
 
-    def decode(self, rid: int, session: str, request: Decode) -> Iterator[None]:
+    def decode(self, rid: int, session: str, request: Decode, base: int) -> Iterator[None]:
         tokens = self.sessions[session]
-        made: list[int] = []
+        made = tokens[base:]  # what a worker before this one drew
         text = "x" * int(self.script.get("text", 1))
         finish: Literal["length", "cancelled"] = "length"
         while len(made) < request.max_tokens:
@@ -318,7 +318,7 @@ class Worker:
         result = DecodeResult(
             finish=finish, tokens=made, text=text * len(made), length=len(tokens), usage=usage
         )
-        keep = len(tokens) if request.stream else len(tokens) - len(made)
+        keep = len(tokens) if request.stream else base
         self.answer(rid, result, session, keep)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.daemon.conftest import StartBroker
+from tests.daemon.rig import Rig
 
 from stateroom.client.errors import Capacity
 from stateroom.client.protocol import Close, Decode, Fork, Message, Open, Prefill, Restore, Sync
@@ -53,7 +55,7 @@ class Sums(RuleBasedStateMachine):
         session = data.draw(st.sampled_from(self.sessions))
         session.generation = max(session.generation, 1)
         change = Journal(
-            session=session.id, keep=0, tokens=array("I"), private_bytes=own, live_bytes=own, parts=parts
+            session=session.id, keep=0, tokens=[], private_bytes=own, live_bytes=own, parts=parts
         )
         self.catalog.journal(session, change)
 
@@ -149,3 +151,77 @@ def test_what_is_no_quota_is_said(text: str) -> None:
 def test_two_quotas_of_one_app_are_refused() -> None:
     with pytest.raises(Leave, match="two quotas"):
         parse_quotas(["a=sessions:1", "a=bytes:1"])
+
+
+# ---------------------------------------------------------------- in a daemon
+
+SMALL = {"editor": Quota(sessions=2, bytes=200), "streamer": Quota(requests=2)}
+
+
+@pytest.fixture
+def rig(start_broker: StartBroker) -> Rig:
+    """Its worker says that each token takes 10 bytes."""
+    return start_broker("step_s=0.02", quotas=SMALL)
+
+
+def quota_of(error: dict[str, Any]) -> str:
+    assert error["code"] == "capacity"
+    assert set(error["details"]) == {"quota", "limit", "held", "retry_after_s"}
+    named: str = error["details"]["quota"]
+    return named
+
+
+def test_sessions_of_an_app_are_bounded_and_those_of_others_are_not(rig: Rig) -> None:
+    editor, other = rig.client("editor"), rig.client("other")
+    first = editor.open(name="first")
+    assert quota_of(editor.refusal("fork", session=first, n=2)) == "sessions"
+    editor.open(name="second")
+    assert quota_of(editor.refusal("open", tokens=[1], name="third")) == "sessions"
+    assert quota_of(editor.refusal("publish", session=first, as_="trunk")) == "sessions"
+    listed = editor.ask("list")
+    assert ([info["name"] for info in listed["sessions"]], listed["trunks"]) == (["first", "second"], [])
+    for _ in range(3):
+        other.open()
+    editor.ask("close", session="second")
+    editor.open(name="third")
+
+
+def test_kv_of_an_app_is_bounded_by_what_its_requests_surely_add(rig: Rig) -> None:
+    editor = rig.client("editor")
+    session = editor.open([1] * 10)
+    assert quota_of(editor.refusal("prefill", session=session, tokens=[1] * 11)) == "bytes"
+    assert quota_of(editor.refusal("decode", session=session, max_tokens=11)) == "bytes"
+    assert quota_of(editor.refusal("sync", session=session, tokens=[1] * 21)) == "bytes"
+    assert editor.ask("info", session=session)["length"] == 10
+    assert editor.ask("prefill", session=session, tokens=[1] * 10)["length"] == 20
+    assert quota_of(editor.refusal("open", text="more")) == "bytes"
+    assert editor.ask("sync", session=session, tokens=[1] * 5)["length"] == 5
+    assert editor.ask("decode", session=session, max_tokens=5)["length"] == 10
+    assert rig.look(lambda broker: broker.catalog.quotas.held("editor", "bytes")) == 100
+
+
+def test_open_requests_of_an_app_are_bounded_over_all_its_connections(rig: Rig) -> None:
+    clients = [rig.client("streamer") for _ in range(3)]
+    sessions = [client.open() for client in clients[:2]]
+    streams = [
+        client.send("decode", session=session, max_tokens=10_000, ignore_eos=True)
+        for client, session in zip(clients[:2], sessions, strict=True)
+    ]
+    for client, stream in zip(clients, streams, strict=False):
+        client.begun(stream)
+    assert quota_of(clients[2].refusal("tokens", session=sessions[0])) == "requests"
+    assert clients[2].ask("info", session=sessions[0])["state"] == "running"  # answered at once
+    clients[0].ask("cancel", request=streams[0])
+    assert clients[0].final(streams[0])["finish"] == "cancelled"
+    assert clients[2].ask("tokens", session=sessions[0])["kind"] == "result"
+    clients[1].close()  # a client that vanishes takes its request along
+    rig.until(lambda broker: broker.catalog.quotas.held("streamer", "requests") == 0)
+
+
+def test_what_is_left_over_when_all_is_closed_is_nothing(rig: Rig) -> None:
+    editor = rig.client("editor")
+    session = editor.open([1, 2, 3])
+    editor.ask("decode", session=session, max_tokens=3)
+    editor.refusal("prefill", session=session, tokens=[1] * 100)
+    editor.ask("close", session=session)
+    rig.until(lambda broker: len(broker.catalog.quotas) == 0)
