@@ -69,7 +69,7 @@ class Commands:
         if isinstance(message, CancelCommand):
             self.engine.cancel(message.rid)
         elif isinstance(message, Budget):
-            self.engine.ladder.limit(message.nbytes)
+            self.engine.ladder.limit(message.nbytes, message.most)
         elif isinstance(message, Discard):
             self.snapshots.discard(message)
         else:
@@ -269,7 +269,8 @@ class Commands:
             raise Unsupported("Grammars are not served yet.", field="grammar")
         if not session.tokens:
             raise Invalid("An empty session can't be decoded; prefill something first.", field="session")
-        if session.length >= self.loaded.context:
+        base = session.length if command.base is None else command.base
+        if base >= self.loaded.context:
             raise TooLong(
                 f"The session fills the model's context of {self.loaded.context} tokens.",
                 limit=self.loaded.context,
@@ -279,39 +280,38 @@ class Commands:
         drafter = None
         if request.speculate is not None and request.speculate.model is not None:
             drafter = self.engine.drafter(request.speculate.model)
-        most = min(session.length + request.max_tokens, self.loaded.context)
-        beside = 0
+        received = self.engine.clock_ms()
+        stream = Stream.begin(
+            rid=command.rid,
+            session=session,
+            request=request,
+            seed=secrets.randbits(64),
+            tokenizer=self.loaded.tokenizer,
+            eos=self.loaded.eos,
+            context=self.loaded.context,
+            received_ms=received,
+            drafter=drafter,
+            base=base,
+        )
+        if stream.has_ended():  # a worker that is gone drew its last token, and nobody heard that it was
+            self._answer_stream(stream)
+            return
+        most, beside = stream.most, 0
         if drafter is not None:
             drafts = session.guesser.drafts if session.guesser is not None else None
             beside = max(drafter.projected_bytes(most) - (drafts.nbytes if drafts is not None else 0), 0)
         if not session.missing and command.rid != self._given_up:
             self.engine.memory.admit(session.served, (session, most), at_once=STEP, beside=beside)
-        received = self.engine.clock_ms()
 
         def begin(started_ms: float, computed: int) -> None:
-            self.engine.decoding.begin(
-                Stream.begin(
-                    rid=command.rid,
-                    session=session,
-                    request=request,
-                    seed=secrets.randbits(64),
-                    tokenizer=self.loaded.tokenizer,
-                    eos=self.loaded.eos,
-                    context=self.loaded.context,
-                    received_ms=received,
-                    started_ms=started_ms,
-                    prefilled=computed + 1,
-                    guesser=self.engine.decoding.guessers.of(session) if request.speculate else None,
-                    drafter=drafter,
-                )
-            )
+            stream.started_ms, stream.prefilled = started_ms, computed + 1
+            if request.speculate is not None:
+                stream.guesser = self.engine.decoding.guessers.of(session)
+            self.engine.decoding.begin(stream)
 
         def then(fill: Fill) -> None:
             if fill.cancelled:
-                result = p.DecodeResult(
-                    finish="cancelled", tokens=[], text="", length=session.length, usage=p.Usage()
-                )
-                self.engine.answer(command.rid, result, self.engine.journal(session, session.length))
+                self._answer_stream(stream)
             else:
                 begin(fill.started_ms if fill.started_ms is not None else received, fill.computed)
 
@@ -322,6 +322,11 @@ class Commands:
             change = plan(session, session.length, [])
             fill = Fill(command.rid, session, change, then, received, most=most, beside=beside)
             self._begin(fill)
+
+    def _answer_stream(self, stream: Stream) -> None:
+        """The result of one that computed nothing here."""
+        session, result = stream.session, stream.result(self.engine.clock_ms())
+        self.engine.answer(stream.rid, result, self.engine.journal(session, session.length))
 
     def _fork(self, command: Command, request: p.Fork) -> None:
         session = self._idle_session(command)
@@ -413,8 +418,9 @@ class Commands:
         engine.answer(work.rid, work.result(), engine.journal(session, session.length))
 
     def _verify(self, command: Command, request: p.Verify) -> None:
-        session = self._idle_session(command)
-        begin_verify(self.engine, command.rid, session, picked=request.session is None)
+        picked = request.session is None  # by the broker
+        session = self._session(command) if picked else self._idle_session(command)
+        begin_verify(self.engine, command.rid, session, picked=picked)
 
     # ------------------------------------------------------------ disk
 

@@ -79,7 +79,7 @@ class Ladder:
         self._leaving: dict[Session, float] = {}  # on their way to disk: when they were last used
         self._next: list[Session] = []  # to leave after those
         self._limit: int | None = None  # a budget that is to be told once it is kept
-        self._shared = False  # the budget is the broker's, which may have more
+        self._most = 0  # that the budget may become, as the broker said
         self._seen: object = None  # what there was when nobody who waits could be helped
         self._progress_ms = 0.0  # when a session last gave way
         self.demoted = 0
@@ -117,10 +117,12 @@ class Ladder:
 
     # ------------------------------------------------------------ the budget
 
-    def limit(self, nbytes: int) -> None:
-        """The budget from now on; `Within` is told once no more than that is held or promised."""
+    def limit(self, nbytes: int, most: int = 0) -> None:
+        """The budget from now on; `Within` is told once no more is held or promised. `most`: it may become."""
         self._engine.memory.budget_bytes = nbytes
-        self._limit, self._shared, self._seen = nbytes, True, None
+        self._limit, self._most, self._seen = nbytes, most, None
+        for held in self._held.values():
+            held.asked = 0
         self.turn()
 
     # ------------------------------------------------------------ a turn
@@ -128,7 +130,9 @@ class Ladder:
     def turn(self) -> None:
         """Looks whether who waits can go on, or has waited long enough."""
         if not self._held and self._limit is None:
+            self._next = []
             return
+        self._send_off()
         seen = (self._engine.memory.free_bytes, tuple(self._engine.requests))
         if not self._leaving and seen != self._seen:
             self._keep_within()
@@ -185,10 +189,11 @@ class Ladder:
 
     def _ask(self, held: _Held, short: int) -> None:
         """All that is idle isn't enough: it waits for what runs, and for more budget; or there is no hope."""
-        fits = held.refusal.needed_bytes <= (self._engine.memory.budget_bytes or 0)
-        if not self._shared and not (fits and self._engine.requests):
+        budget = self._engine.memory.budget_bytes or 0
+        grows = self._most > budget
+        if held.refusal.needed_bytes > max(self._most, budget) or not (grows or self._engine.requests):
             self._refuse(held)
-        elif self._shared and short > held.asked:
+        elif grows and short > held.asked:
             held.asked = short
             self._engine.emit(Short(short))
 
@@ -222,7 +227,6 @@ class Ladder:
         used_ms = self._leaving.pop(session)
         if self._is_idle(session) and session.used_ms == used_ms:
             self._drop(session)
-        self._send_off()
         self._seen = None
 
     def _is_idle(self, session: Session) -> bool:
