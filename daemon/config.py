@@ -69,6 +69,7 @@ class Config:
     log_format: LogFormat = "console"
     log_level: str = "info"
     log_content: bool = False
+    log_file: Path | None = None  # beside what goes to stderr
     worker_command: tuple[str, ...] = WORKER_COMMAND
     patience: Patience = field(default_factory=Patience)
 

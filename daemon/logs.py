@@ -1,24 +1,27 @@
-"""structlog, once, for the daemon: JSON or console lines on stderr. Prompts and tokens are not logged."""
+"""structlog, once, for the daemon: lines on stderr, and JSON in a file. Prompts and tokens are not logged."""
 
 from __future__ import annotations
 
 import logging
 import secrets
 import sys
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import structlog
 from structlog.typing import FilteringBoundLogger, Processor
 
 from stateroom.daemon.clock import Clock
+from stateroom.daemon.log_file import LogFile
 
 LogFormat = Literal["json", "console"]
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 INCIDENT_BYTES = 6
 
 
-def make_log(log_format: LogFormat, level: str, stream: TextIO | None = None) -> FilteringBoundLogger:
-    """A logger that writes to `stream`, by default to stderr."""
+def make_log(
+    log_format: LogFormat, level: str, stream: TextIO | None = None, file: LogFile | None = None
+) -> FilteringBoundLogger:
+    """A logger that writes to `stream`, by default to stderr; and to a file, always as JSON."""
     stream = stream or sys.stderr
     ending: list[Processor]
     if log_format == "json":
@@ -34,6 +37,7 @@ def make_log(log_format: LogFormat, level: str, stream: TextIO | None = None) ->
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             _without_nothing,
+            *([] if file is None else [_copied(file)]),
             *ending,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
@@ -41,10 +45,15 @@ def make_log(log_format: LogFormat, level: str, stream: TextIO | None = None) ->
     return logger
 
 
-def write_line(line: str) -> None:
-    """An entry that another process has made already."""
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
+def _copied(file: LogFile) -> Processor:
+    render = structlog.processors.JSONRenderer()
+
+    def copy(logger: Any, name: str, entry: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        told = structlog.processors.format_exc_info(logger, name, dict(entry))
+        file.write_line(str(render(logger, name, told)))
+        return entry
+
+    return copy
 
 
 class Rate:

@@ -24,6 +24,7 @@ from stateroom.daemon.lock import (
     make_private,
     make_socket_private,
 )
+from stateroom.daemon.log_file import LogFile
 from stateroom.daemon.logs import make_log
 from stateroom.daemon.shelf import Shelf
 
@@ -38,14 +39,30 @@ def serve(config: Config) -> int:
         Leave: it can't start; nothing was bound or changed.
     """
     os.umask(UMASK)
-    log = make_log(config.log_format, config.log_level)
     locks = take_places(config)
+    # Behind the locks: two daemons must not let the same files take turns.
+    file, problem = _log_file(config)
+    log = make_log(config.log_format, config.log_level, file=file)
+    if problem is not None:
+        log.warning("no log file", error=problem)
     try:
         raise_file_limit(log)
         return asyncio.run(_run(config, log))
     finally:
+        if file is not None:
+            file.close()
         for lock in locks:
             lock.release()
+
+
+def _log_file(config: Config) -> tuple[LogFile | None, str | None]:
+    """The daemon's own log, or why there is none: it is no reason not to start."""
+    if config.log_file is None:
+        return None, None
+    try:
+        return LogFile(config.log_file), None
+    except OSError as error:
+        return None, str(error)
 
 
 def take_places(config: Config) -> list[Lock]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import signal
 from collections import deque
@@ -42,7 +43,7 @@ from stateroom.daemon.link import (
     decode_from_worker,
     encode_to_worker,
 )
-from stateroom.daemon.logs import write_line
+from stateroom.daemon.logs import LEVELS
 from stateroom.daemon.memory import Memory
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.sockets import LinkSocket
@@ -400,7 +401,7 @@ class Supervisor:
     def command(self, spec: ModelSpec, path: Path) -> list[str]:
         config = self.config
         made = [*config.worker_command, "--endpoint", f"ipc://{path}", "--model", spec.spec]
-        made += ["--model-id", spec.id, "--log", config.log_format, "--log-level", config.log_level]
+        made += ["--model-id", spec.id, "--log", "json", "--log-level", config.log_level]
         made += ["--kv-budget", "0"]  # nothing, until it is told a `Budget`
         if config.state_dir is not None:
             made += ["--state", str(config.state_dir)]
@@ -425,11 +426,24 @@ class Supervisor:
             self.log.error("supervision failed", exc_info=task.exception())
 
     def pass_on(self, engine: Engine, line: str) -> None:
-        """A line of a worker's stderr to the log; one that is an entry already passes as it is."""
-        if self.config.log_format == "json" and line.startswith("{"):
-            write_line(line)
-        else:
+        """A line of a worker's stderr to the log: as an entry, if it is one."""
+        entry = _entry(line)
+        if entry is None:
             self.log.info("engine says", model=engine.id, line=line)
+        else:
+            level = LEVELS.get(str(entry.pop("level", "info")), LEVELS["info"])
+            self.log.log(level, entry.pop("event"), engine=engine.id, **entry)
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    """What a worker's own log said, less the time, which is now."""
+    try:
+        entry = json.loads(line) if line.startswith("{") else None
+    except ValueError:
+        return None
+    if not isinstance(entry, dict) or not isinstance(entry.get("event"), str):
+        return None
+    return {name: value for name, value in entry.items() if name not in ("timestamp", "engine")}
 
 
 def _left_with(code: int) -> str:

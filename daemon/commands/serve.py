@@ -16,6 +16,7 @@ from stateroom.client.paths import check_endpoint, default_endpoint, home_dir, i
 from stateroom.daemon.config import STATE_NAME, Config, model_specs, parse_bytes, parse_quotas, parse_weights
 from stateroom.daemon.exits import CONFIG, Leave
 from stateroom.daemon.keys import KEYS_NAME, Keys, over_network
+from stateroom.daemon.log_file import log_path
 from stateroom.daemon.logs import LogFormat
 from stateroom.daemon.models import models_dir
 
@@ -126,6 +127,7 @@ def serve(
         log_format=log,
         log_level=log_level,
         log_content=log_content,
+        log_file=log_path(home_dir()),
     )
     raise typer.Exit(run(config))
 
