@@ -378,6 +378,8 @@ class Catalog:
             session.trim_floor, session.checkpoints = change.trim_floor, change.checkpoints or []
         if change.chat is not None:
             session.chat = change.chat
+        if change.kv is not None:
+            session.kv = change.kv
         if change.snapshot is not None:
             session.snapshot = change.snapshot or None
             session.snapshot_bytes = session.snapshot_bytes if session.snapshot else 0

@@ -10,6 +10,8 @@ It speaks `daemon/link.py` as a real worker does. `--model` is its script: `key=
     verify        the error that a `verify` finds, or `slow`: it finds nothing until it is cancelled
     kv            bytes of KV that it holds, less where its budget says so (default 0)
     weights       bytes of its weights (default 0)
+    save_s        pause before a save, park, restore or import (default 0)
+    after_save    `die`: it is killed when a save is on disk and not answered; once
 Token ids that are orders, when a prefill meets them:
     DIE           the process is killed
     HANG          it does nothing more, not even pulse
@@ -26,10 +28,17 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import zmq
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.daemon.scripted_disk import Disk
+
+from stateroom.caches.snapshots.refusals import Corrupt, Mismatch, Missing
+from stateroom.client.errors import StateroomError, Unsupported
 from stateroom.client.protocol import (
     Body,
     Caps,
@@ -40,19 +49,27 @@ from stateroom.client.protocol import (
     ErrorBody,
     Fork,
     ForkResult,
+    Import,
+    ImportResult,
     KindCaps,
     LengthResult,
     ModelInfo,
     Open,
     OpenResult,
+    Park,
+    ParkResult,
     Prefill,
     Progress,
     Publish,
     PublishResult,
     ReadTokens,
     Receipt,
+    Restore,
+    Save,
+    SaveResult,
     Score,
     ScoreResult,
+    SnapshotInfo,
     Sync,
     TokenEvent,
     TokensResult,
@@ -68,10 +85,12 @@ from stateroom.daemon.link import (
     Budget,
     CancelCommand,
     Command,
+    Discard,
     Failed,
     Journal,
     Pulse,
     Ready,
+    Shelved,
     Short,
     Stop,
     Within,
@@ -84,10 +103,13 @@ MORE_BYTES = 10_000_000
 CHUNK = 64
 CONTEXT = 100_000
 KINDS = [KindCaps(kind="full", scheme="dense", layers=2)]
+CAPS = Caps(
+    trim="any", trim_floor=0, fork="copy", batch=True, speculative=False, kv=KINDS, bytes_per_token=10
+)  # fmt: skip
 
 
 class Worker:
-    def __init__(self, endpoint: str, model_id: str, script: dict[str, str]) -> None:
+    def __init__(self, endpoint: str, model_id: str, script: dict[str, str], state: str | None) -> None:
         self.socket = zmq.Context().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 500)
         self.socket.connect(endpoint)
@@ -99,6 +121,8 @@ class Worker:
         self.stopping = False
         self.pulse_s = 0.0
         self.budget = 0
+        self.disk = None if state is None else Disk(state, model_id)
+        self.snapshots: dict[str, str] = {}  # the automatic one of each session
 
     def pause(self, name: str, default: float) -> float:
         return float(self.script.get(name, default))
@@ -123,7 +147,9 @@ class Worker:
             self.send(Failed("the script says so", permanent=self.script["fail"] != "soon"))
             return 1
         model = ModelInfo(id=self.model_id, loaded=True, context=CONTEXT, vocab=1000)
-        self.send(Ready(model, {"device": "none", "weights_bytes": int(self.script.get("weights", 0))}))
+        facts = {"device": "none", "weights_bytes": int(self.script.get("weights", 0))}
+        kept = [] if self.disk is None else self.disk.kept()
+        self.send(Ready(model, facts, kept, [] if self.disk is None else list(self.disk.library.broken)))
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         poller.register(sys.stdin.fileno(), zmq.POLLIN)
@@ -152,7 +178,8 @@ class Worker:
 
     def take(self, message: object) -> None:
         if isinstance(message, Command):
-            job = self.job(message)
+            on_disk = isinstance(message.request, Save | Park | Restore | Import)
+            job = self.disk_job(message) if on_disk else self.job(message)
             if isinstance(message.request, ReadTokens | Close | Unpublish):
                 next(job, None)  # at once, as the engine does: a read comes before the close sent after it
             else:
@@ -162,6 +189,8 @@ class Worker:
             self.sessions[message.session] = list(message.tokens)
             receipt = Receipt(reused=0, why="adopted")
             self.answer(message.rid, LengthResult(length=len(message.tokens), receipt=receipt))
+        elif isinstance(message, Discard):
+            self.discard(message.snapshots)
         elif isinstance(message, CancelCommand):
             self.cancelled.add(message.rid)
         elif isinstance(message, Budget):
@@ -207,22 +236,13 @@ class Worker:
             self.sessions[session] = []
             yield from self.fill(rid, session, request.tokens or [], False)
             length = len(self.sessions[session])
-            caps = Caps(
-                trim="any",
-                trim_floor=0,
-                fork="copy",
-                batch=True,
-                speculative=False,
-                kv=KINDS,
-                bytes_per_token=10,
-            )
             finish = self.finish(rid)
             self.answer(
                 rid,
                 OpenResult(
                     session=session,
                     length=length,
-                    caps=caps,
+                    caps=CAPS,
                     receipt=Receipt(prefilled=length),
                     finish=finish,
                 ),
@@ -296,7 +316,65 @@ class Worker:
             self.answer(rid, ScoreResult(tokens=request.tokens or [], logprobs=[-1.0], total=-1.0))
         elif isinstance(request, Close | Unpublish):
             del self.sessions[session]
+            if session in self.snapshots:
+                self.discard([self.snapshots.pop(session)])
             self.answer(rid, CloseResult(freed_bytes=10 * before))
+
+    def discard(self, snapshots: list[str]) -> None:
+        assert self.disk is not None
+        self.disk.discard(snapshots)
+        self.send(Shelved(gone=snapshots))
+
+    def disk_job(self, command: Command) -> Iterator[None]:
+        rid, request = command.rid, command.request
+        until_s = time.monotonic() + self.pause("save_s", 0.0)
+        while time.monotonic() < until_s:
+            yield
+        try:
+            self.on_disk(command)
+        except (StateroomError, Corrupt, Missing, Mismatch) as error:
+            code: Any = getattr(error, "code", type(error).__name__.lower().replace("missing", "not_found"))
+            self.answer(rid, ErrorBody(code=code, message=f"{request.op}: {error}"))
+
+    def on_disk(self, command: Command) -> None:
+        rid, request, disk, session = command.rid, command.request, self.disk, command.session or ""
+        if disk is None:
+            raise Unsupported("nothing is kept here")
+        if isinstance(request, Import):
+            kept = disk.take_in(command.snapshot or "", command.owner, request.snapshot)
+            self.send(Shelved([kept]))
+            info = SnapshotInfo(snapshot=request.snapshot, length=kept.length, bytes=kept.nbytes)
+            self.answer(rid, ImportResult(received=request.total, snapshot=info))
+        elif isinstance(request, Restore):
+            self.sessions[session] = disk.read(command.snapshot or "")
+            length = len(self.sessions[session])
+            receipt = Receipt(reused=length, source="snapshot")
+            self.answer(rid, OpenResult(session=session, length=length, caps=CAPS, receipt=receipt), session)
+        elif isinstance(request, Save):
+            tokens = self.sessions[session]
+            kept, gone = disk.write(tokens, command.owner, session, request.snapshot, command.snapshot)
+            self.die_once()
+            self.send(Shelved([kept], gone))
+            self.answer(
+                rid, SaveResult(snapshot=request.snapshot, tokens=len(tokens), bytes=kept.nbytes, checksum="")
+            )
+        elif isinstance(request, Park):
+            tokens = self.sessions[session]
+            kept, gone = disk.write(tokens, command.owner, session, None, self.snapshots.get(session))
+            self.snapshots[session] = kept.id
+            self.send(Shelved([kept], gone))
+            result = ParkResult(
+                tier="disk", length=len(tokens), bytes=kept.nbytes, freed_bytes=10 * len(tokens)
+            )
+            journal = Journal(session, len(tokens), [], resident=False, snapshot=kept.id)
+            self.send(Answer(rid, result, journal))
+
+    def die_once(self) -> None:
+        assert self.disk is not None
+        mark = self.disk.library.folder / "died"
+        if self.script.get("after_save") == "die" and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def decode(self, rid: int, session: str, request: Decode, base: int) -> Iterator[None]:
         tokens = self.sessions[session]
@@ -328,7 +406,7 @@ def main() -> int:
         parser.add_argument(name)
     arguments = parser.parse_args()
     script = dict(pair.partition("=")[::2] for pair in arguments.model.split(",") if pair)
-    return Worker(arguments.endpoint, arguments.model_id, script).run()
+    return Worker(arguments.endpoint, arguments.model_id, script, arguments.state).run()
 
 
 if __name__ == "__main__":
