@@ -14,12 +14,25 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from stat import S_ISREG
 from typing import Literal
 
-from stateroom.client import connect
-from stateroom.client.errors import BadEndpoint, ClientError, NoDaemon, StateroomError
+from stateroom.client import Room, connect
+from stateroom.client.errors import (
+    BadEndpoint,
+    ClientError,
+    NoDaemon,
+    NotFound,
+    RequestTimeout,
+    StateroomError,
+)
 from stateroom.client.paths import default_endpoint, home_dir, ipc_path, runtime_dir
+from stateroom.client.protocol import VerifyResult
 from stateroom.daemon.blas import find_blas, preloaded
+from stateroom.daemon.commands.sessions import verdict
+from stateroom.daemon.commands.terminal import size
+from stateroom.daemon.config import STATE_NAME
 from stateroom.daemon.models import list_installed
 
 State = Literal["pass", "note", "problem"]
@@ -27,9 +40,12 @@ PACKAGES = ("stateroom", "pyzmq", "msgpack", "mlx", "mlx-lm", "structlog", "pyda
 FACTS = ("architecture", "device", "dtype", "blas")  # of a worker, worth a line
 PROBE_S = 120.0  # mlx's first import on a cold disk
 HELLO_S = 3.0
+SAMPLE = 3  # sessions that are verified
+VERIFY_S = 60.0  # for each of them: they give way to everything else
 DISK_BYTES_MIN = 2 * 2**30  # a small model with room to convert it
 
 INSTALL = "pip install 'stateroom[daemon]' (Linux with an NVIDIA GPU: 'stateroom[daemon,cuda]')"
+REPORT = "The daemon's log names it: close it, and report what you know of it."
 ELSEWHERE = "Set STATEROOM_RUNTIME_DIR to a directory of yours."
 
 # Runs beside the doctor: a broken GPU driver or BLAS may abort the process that touches it.
@@ -67,7 +83,7 @@ def problem(name: str, finding: str, advice: str | None = None) -> Check:
 
 def examine() -> Iterator[Check]:
     """All checks, as they are made."""
-    for check in (python, packages, engine, socket, runtime, disk, models, daemon):
+    for check in (python, packages, engine, socket, runtime, disk, kept, models, daemon):
         yield from check()
 
 
@@ -177,6 +193,32 @@ def disk() -> Iterator[Check]:
         yield passed("disk", finding)
 
 
+def kept() -> Iterator[Check]:
+    """What outlives the daemon, and what it takes on the disk."""
+    folder = home_dir() / STATE_NAME
+    if not folder.is_dir():
+        yield passed("state", f"nothing is kept at {folder} yet")
+        return
+    parts = {"database": folder.glob("catalog.db*"), "snapshots": (folder / "snapshots").rglob("*")}
+    try:
+        sizes = {name: sum(map(_size, paths)) for name, paths in parts.items()}
+        total = sum(map(_size, folder.rglob("*")))
+    except OSError as error:
+        yield problem("state", f"{folder} can't be read: {error}", f"chmod -R u+rwX {folder}")
+        return
+    told = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in sizes.items())
+    yield passed("state", f"{size(total)} at {folder}: {told}")
+
+
+def _size(path: Path) -> int:
+    """Of a file; of one that went meanwhile nothing."""
+    try:
+        about = path.lstat()
+    except FileNotFoundError:
+        return 0
+    return about.st_size if S_ISREG(about.st_mode) else 0
+
+
 def models() -> Iterator[Check]:
     installed = ", ".join(model.name for model in list_installed())
     if installed:
@@ -186,10 +228,11 @@ def models() -> Iterator[Check]:
 
 
 def daemon() -> Iterator[Check]:
-    """Whether a daemon answers, and how its engines are."""
+    """Whether a daemon answers, how its engines are, and whether sessions are what their tokens give."""
     try:
         with connect(app="doctor", timeout_s=HELLO_S) as room:
             hello, stats = room.hello(), room.stats()
+            verified = list(sample(room))
     except NoDaemon as error:
         yield Check("daemon", "note", str(error))
         return
@@ -204,3 +247,24 @@ def daemon() -> Iterator[Check]:
         else:
             facts = ", ".join(f"{name} {model['facts'][name]}" for name in FACTS if name in model["facts"])
             yield passed("engine", f"{finding}{f' ({facts})' if facts else ''}")
+    yield from verified
+
+
+def sample(room: Room) -> Iterator[Check]:
+    """Verifies some sessions, whosever they are: those that were verified longest ago."""
+    found: list[VerifyResult] = []
+    resident = int(room.stats().gauges["sessions_resident"])
+    try:
+        while len(found) < min(SAMPLE, resident):
+            found.append(room.verify(timeout_s=VERIFY_S))
+    except NotFound:
+        pass  # the others have something to do
+    except (StateroomError, RequestTimeout) as error:
+        yield Check("sessions", "note", f"one could not be verified: {error}")
+    for result in found:
+        if not result.healthy:
+            yield problem("sessions", f"one isn't what its tokens give: {verdict(result)}", REPORT)
+    if found and all(result.healthy for result in found):
+        yield passed("sessions", f"{len(found)} computed again: the same as stored")
+    elif not found:
+        yield passed("sessions", f"{resident} with KV on the device, none idle")

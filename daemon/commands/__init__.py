@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from io import TextIOWrapper
 
 import typer
@@ -19,10 +20,13 @@ from stateroom.daemon.commands.demo import demo
 from stateroom.daemon.commands.doctor import doctor
 from stateroom.daemon.commands.generate import generate
 from stateroom.daemon.commands.keys import app as keys
+from stateroom.daemon.commands.logs import logs
 from stateroom.daemon.commands.model import app as model
 from stateroom.daemon.commands.ps import ps, stats
 from stateroom.daemon.commands.serve import serve
 from stateroom.daemon.commands.service import app as service
+from stateroom.daemon.commands.sessions import close, park, verify
+from stateroom.daemon.commands.snapshots import export, forget, import_, restore, save, snapshots
 from stateroom.daemon.commands.stop import stop
 from stateroom.daemon.commands.version import version
 from stateroom.daemon.exits import FAILED, LAUNCHD, OK, PERMANENT, SERVICE_VARIABLE, Leave
@@ -37,8 +41,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, stop, demo, generate, chat, ps, stats, doctor, bench, version):
-    app.command()(command)
+COMMANDS: tuple[Callable[..., None], ...] = (
+    serve, stop, demo, generate, chat, ps, close, park, save, restore, snapshots, forget, export, import_,
+    verify, stats, logs, doctor, bench, version,
+)  # fmt: skip
+for command in COMMANDS:
+    app.command(command.__name__.rstrip("_"))(command)
 app.add_typer(model, name="model")
 app.add_typer(service, name="service")
 app.add_typer(keys, name="keys")

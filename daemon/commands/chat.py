@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from stateroom.client import Room, Session, connect
-from stateroom.client.errors import Busy, NotFound, StateroomError, Unsupported
+from stateroom.client.errors import Busy, ClientError, NotFound, StateroomError, Unsupported
 from stateroom.client.protocol import KV, LengthResult, Message, Sampling
 from stateroom.client.timeouts import CANCEL_TIMEOUT_S
 from stateroom.daemon.commands.options import (
@@ -27,7 +27,8 @@ from stateroom.daemon.commands.options import (
     Seed,
     Temperature,
 )
-from stateroom.daemon.commands.terminal import out, receipt_line, write
+from stateroom.daemon.commands.ps import stored_as
+from stateroom.daemon.commands.terminal import err, out, receipt_line, write
 
 BUSY_PAUSE_S = 0.05
 
@@ -174,9 +175,15 @@ def read_line(interactive: bool) -> str | None:
 def resume(room: Room, name: str, model: str | None, kv: KV) -> Session:
     """The session of that name; a new one when there is none."""
     try:
-        return room.session(name)
+        session = room.session(name)
     except NotFound:
         return room.open(name=name, model=model, kv=kv)
+    there = session.info()
+    if model is not None and model != there.model:
+        err.print(f"{name} stays with {there.model}; --model is for new ones.", markup=False)
+    if kv.scheme not in ("dense", stored := stored_as(there)):
+        err.print(f"{name} stays stored as {stored}; --kv is for new ones.", markup=False)
+    return session
 
 
 def chat(
@@ -203,8 +210,10 @@ def chat(
             try:
                 if line and not talk.line(line):
                     break
-            except StateroomError as error:
-                out.print(str(error), style="red", markup=False)
+            except (StateroomError, ClientError) as error:
+                if isinstance(error, ClientError) and not interactive:
+                    raise
+                out.print(str(error), style="red", markup=False)  # the next line connects anew
             except KeyboardInterrupt:  # in anything but an answer: that is given up, not the program
                 out.print()
         if interactive:

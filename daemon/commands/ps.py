@@ -43,7 +43,7 @@ def table(sessions: list[SessionInfo]) -> Table:
             escape(session.name or ""),
             escape(session.model),
             stored_as(session),
-            session.running or (session.state if session.tier == "resident" else session.tier),
+            state(session),
             str(session.length),
             size(session.private_bytes),
             size(session.shared_bytes),
@@ -51,6 +51,13 @@ def table(sessions: list[SessionInfo]) -> Table:
             age(session.age_s),
         )
     return made
+
+
+def state(session: SessionInfo) -> str:
+    """What it does; while it does nothing, where its KV is."""
+    if session.quarantined is not None:
+        return "quarantined"
+    return session.running or (session.state if session.tier == "resident" else session.tier)
 
 
 def stored_as(session: SessionInfo) -> str:
