@@ -30,7 +30,11 @@ class Archive:
     ) -> None:
         self._catalog, self._publish, self.keeps = catalog, publish, keeps
         self.snapshots = Snapshots(
-            catalog.pending, clock_ms, lambda session: catalog.get(session) is not None, discard
+            catalog.pending,
+            clock_ms,
+            lambda session: catalog.get(session) is not None,
+            discard,
+            quotas=catalog.quotas,
         )
 
     def need(self) -> None:

@@ -6,6 +6,7 @@ engine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -71,6 +72,7 @@ from stateroom.daemon.lifecycle import RequestEvent, RequestState, SessionState
 from stateroom.daemon.logs import incident
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer, Peers
+from stateroom.daemon.quotas import surely_computes
 from stateroom.daemon.requests import Parsed, Refused, parse, read_id
 from stateroom.daemon.shelf import Shelf
 from stateroom.daemon.supervisor import Supervisor
@@ -175,7 +177,24 @@ class Desk:
                 f"{REQUESTS_QUEUED_MAX} requests are open already; try again later.",
                 retry_after_s=RETRY_AFTER_S,
             )
+        try:
+            self._catalog.quotas.check(peer.app, "requests")
+        except Capacity as full:
+            return full
         return None
+
+    def _within_quota(self, owner: str, request: Request, session: Session | None = None) -> None:
+        """Raises Capacity: what it surely adds to KV or on disk is more than its owner may have."""
+        quotas, length = self._catalog.quotas, 0 if session is None else session.length
+        tokens = surely_computes(request, length)
+        if tokens is not None:
+            # Of the session's own tokens; those of a new one aren't known before they are there.
+            each = session.live_bytes / length if session is not None and length else 0.0
+            quotas.check(owner, "bytes", math.ceil(tokens * each) or 1)
+        if isinstance(request, Save) and session is not None:
+            quotas.check(owner, "disk", max(session.live_bytes, 1))
+        elif isinstance(request, Import) and request.offset == 0:
+            quotas.check(owner, "disk", request.total)
 
     def _incident(self, bug: Exception) -> Internal:
         name = incident()
@@ -187,6 +206,8 @@ class Desk:
     def _serve(self, ticket: Ticket, peer: Peer, request: Request) -> None:
         if isinstance(request, ON_DISK):
             self._archive.need()
+        if isinstance(request, Open | Restore | Import):
+            self._within_quota(peer.app, request)
         if isinstance(request, Hello):
             self._hello(ticket, peer, request)
         elif isinstance(request, List):
@@ -223,6 +244,7 @@ class Desk:
                 ticket.session = session
                 self._tickets.reply(ticket, _parked(session))
             else:
+                self._within_quota(peer.app, request, session)
                 if isinstance(request, Decode):
                     ticket.request = self._with_drafter(request)
                 self._work.run(ticket, session)
@@ -344,6 +366,7 @@ class Desk:
             "watchers": len(self._watchers),
             "sessions": len(sessions),
             "sessions_resident": sum(session.resident for session in sessions),
+            "quarantined": sum(session.quarantined is not None for session in sessions),
             "tokens": sum(session.length for session in sessions),
             "published": self._catalog.trunks,
             "kv_private_bytes": own_bytes + parts.private_bytes,

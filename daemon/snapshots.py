@@ -17,6 +17,7 @@ from stateroom.client.limits import SNAPSHOTS_MAX
 from stateroom.client.protocol import SnapshotInfo
 from stateroom.daemon.clock import WallClock
 from stateroom.daemon.link import Kept
+from stateroom.daemon.quotas import Quotas
 from stateroom.daemon.store.pending import Pending
 from stateroom.daemon.store.rows import SnapshotRow
 
@@ -37,7 +38,9 @@ class Snapshots:
         lives: Callable[[str], bool],
         discard: Callable[[str, list[str]], None],
         most: int = SNAPSHOTS_MAX,
+        quotas: Quotas | None = None,
     ) -> None:
+        self._quotas = Quotas() if quotas is None else quotas
         self._pending, self._wall_ms, self._lives, self.discard = pending, wall_ms, lives, discard
         self._most = most
         self._rows: dict[str, SnapshotRow] = {}
@@ -207,6 +210,7 @@ class Snapshots:
             self._automatic[row.session or ""] = row.id
         elif row.name is not None:
             self._named[row.owner, row.name] = row.id
+            self._quotas.add(row.owner, "disk", row.nbytes)
 
     def _unwant(self, row: SnapshotRow) -> None:
         self._bytes[row.owner] -= row.nbytes
@@ -217,6 +221,7 @@ class Snapshots:
             del self._automatic[row.session or ""]
         elif row.name is not None:
             del self._named[row.owner, row.name]
+            self._quotas.add(row.owner, "disk", -row.nbytes)
 
     def _put(self, row: SnapshotRow) -> None:
         self._rows[row.id] = row

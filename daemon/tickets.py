@@ -33,6 +33,7 @@ from stateroom.daemon.lifecycle import REQUESTS, RequestEvent, RequestState, aft
 from stateroom.daemon.logs import Rate
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer, Peers
+from stateroom.daemon.quotas import Quotas
 
 SESSION_SHOWN = 8  # characters of a session id in the log: enough to follow it, too few to use it
 REFUSALS_LOGGED_PER_S = 20  # of frames that never became a request: a broken client must not fill the disk
@@ -60,6 +61,10 @@ class Ticket:
     cancel_wanted: bool = False  # asked for while it could not be ended yet
     snapshot: str | None = None  # that a `restore` takes; the path of what an `import` brought
     on_end: Callable[[], None] | None = None  # lets go of what it had
+    base: int | None = None  # the session's length when it was first sent
+    resumes: int = 0  # how often its worker died and it went to the next
+    texts: list[str] = field(default_factory=list)  # of a stream: what its client was told
+    account: str = ""  # the owner that it was counted for; "": the broker's own isn't
 
     @property
     def reads(self) -> bool:
@@ -93,10 +98,12 @@ class Tickets:
         log: FilteringBoundLogger,
         on_overflow: Callable[[Peer], None],
         log_content: bool = False,
+        quotas: Quotas | None = None,
     ) -> None:
         self._peers, self._metrics, self._clock, self._log = peers, metrics, clock, log
         self._on_overflow = on_overflow
         self._log_content = log_content
+        self._quotas = Quotas() if quotas is None else quotas
         self._refusals = Rate(clock, REFUSALS_LOGGED_PER_S)
         self._rids = itertools.count(1)
         self._open: dict[int, Ticket] = {}
@@ -117,10 +124,12 @@ class Tickets:
             request=request,
             peer=peer,
             owner=peer.app,
+            account=peer.app,
             id=request_id,
             delimited=delimited,
             started_s=self._clock(),
         )
+        self._quotas.add(ticket.account, "requests", 1)
         self._open[ticket.rid] = peer.open[request_id] = ticket
         return ticket
 
@@ -195,6 +204,8 @@ class Tickets:
 
     def _ended(self, ticket: Ticket, body: Body) -> None:
         del self._open[ticket.rid]
+        if ticket.account:
+            self._quotas.add(ticket.account, "requests", -1)
         if ticket.on_end is not None:
             ticket.on_end()
         if ticket.peer is not None and ticket.id is not None:
