@@ -117,6 +117,11 @@ class Disk:
         return bool(self._keeps or self._asked)
 
     @property
+    def queued(self) -> int:
+        """Sessions that are to be copied."""
+        return len(self._keeps)
+
+    @property
     def pressing(self) -> bool:
         """The next turn has something to do that needs no waiting."""
         return self.files.ready or bool(self._keeps and self._writing < WRITING_MAX)

@@ -10,7 +10,10 @@ What brings in mlx is therefore imported in `main`: that takes seconds, and the 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +60,7 @@ class Worker:
         self.commands = commands
         self.engine = commands.engine
         self.stopping = False
+        self._park_s = 0.0
         self._pulse_due = 0.0
         self._sleep: Callable[[int], object] = socket.poll
         if self.engine.disk is not None:  # what it was asked may be done
@@ -86,7 +90,7 @@ class Worker:
                 return taken > 0
             message = decode_to_worker(self.socket.recv(zmq.NOBLOCK))
             if isinstance(message, Stop):
-                self.stopping = True
+                self.stopping, self._park_s = True, message.park_s
                 return True
             self.commands.take(message)
         return True
@@ -98,11 +102,19 @@ class Worker:
             send(self.socket, Pulse(self.engine.gauges()))
 
     def _wind_down(self) -> None:
-        """Every open request ends with its own final answer."""
+        """Every open request ends with its own final answer; then sessions are parked while there is time."""
         self.engine.cancel_all()
         deadline = time.monotonic() + STOP_TURNS_S
-        while self.engine.step() and time.monotonic() < deadline:
-            pass
+        while (left_s := deadline - time.monotonic()) > 0:
+            if self.engine.step():
+                continue
+            if self.engine.disk is None or not self.engine.requests:
+                break
+            self.engine.disk.files.wait(left_s)
+        self.commands.snapshots.stop()
+        from stateroom.daemon.engine.parking import park_all
+
+        park_all(self.engine, self._park_s)
 
 
 def send(socket: zmq.Socket[bytes], message: FromWorker) -> None:
@@ -197,8 +209,11 @@ def main(
 ) -> None:
     """Loads the model, says so, and serves the broker until told to stop."""
     log = make_log(log_format, log_level)
+    faulthandler.enable(sys.stderr, all_threads=True)  # where it was, when a fault ends it
+    faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)  # when it hangs: the broker asks
     watch_parent(lambda: orphaned(log))
     from stateroom.daemon.engine.commands import Commands
+    from stateroom.daemon.engine.disk_start import begin, contents
     from stateroom.daemon.engine.model import ModelError, load
 
     context = zmq.Context()
@@ -217,6 +232,7 @@ def main(
             weights=weights_of(weight or []),
             rows_max=rows_max,
         )
+        snapshots = begin(engine, state)
     except Exception as error:
         if isinstance(error, ModelError):
             failed = Failed(str(error), error.permanent)
@@ -232,9 +248,10 @@ def main(
         **loaded.facts,
         "bytes_per_token": engine.bytes_per_token,
         "blas_switched": engine.blas is not None,
+        "snapshots": snapshots,
     }
     log.info("ready", model=model_id, **facts)
-    send(socket, Ready(info, facts))
+    send(socket, Ready(info, facts, *contents(engine)))
     Worker(socket, Commands(engine)).run()
     socket.close()
     context.term()
