@@ -57,10 +57,11 @@ def park_all(engine: Engine, seconds: float) -> None:
         if left and disk.queued < AHEAD_MAX:
             session = engine.sessions[left.popleft()]
             disk.keep(session, partial(_kept, engine, session))
-            continue
-        disk.turn()
-        if not disk.pressing:
+        elif disk.pressing:
+            disk.turn()
+        else:
             disk.files.wait(left_ms / 1000.0)
+            disk.turn()
 
 
 def _kept(engine: Engine, session: Session, outcome: Kept | Exception) -> None:
