@@ -81,7 +81,7 @@ class Memory:
             return self._fixed_bytes
         facts = [worker.facts for worker in self._workers.values()]
         devices = [_figure(each, "device_memory_bytes") for each in facts]
-        weights = sum(_figure(each, "weights_bytes") or 0 for each in facts)
+        weights = sum(_figure(each, "weight_bytes") or 0 for each in facts)
         return default_bytes(self.machine_bytes, min(filter(None, devices), default=None), weights)
 
     # ------------------------------------------------------------ workers

@@ -28,6 +28,7 @@ from stateroom.client.limits import BATCH_MAX
 from stateroom.client.protocol import ModelInfo
 from stateroom.daemon.engine.blas_threads import BlasThreads
 from stateroom.daemon.link import (
+    Budget,
     Failed,
     FromWorker,
     Pulse,
@@ -41,6 +42,7 @@ from stateroom.daemon.scheduler.pace import Pace
 
 if TYPE_CHECKING:
     from stateroom.daemon.engine.commands import Commands
+    from stateroom.daemon.engine.device_limits import DeviceLimits
     from stateroom.daemon.engine.engine import Engine
     from stateroom.daemon.engine.model import LoadedModel
 
@@ -55,8 +57,10 @@ GAP_MS_GPU = 50.0  # inter-token budget of a running stream on a GPU; a CPU's is
 class Worker:
     """Moves messages between the socket and the engine."""
 
-    def __init__(self, socket: zmq.Socket[bytes], commands: Commands) -> None:
-        self.socket = socket
+    def __init__(
+        self, socket: zmq.Socket[bytes], commands: Commands, limits: DeviceLimits | None = None
+    ) -> None:
+        self.socket, self.limits = socket, limits
         self.commands = commands
         self.engine = commands.engine
         self.stopping = False
@@ -92,6 +96,8 @@ class Worker:
             if isinstance(message, Stop):
                 self.stopping, self._park_s = True, message.park_s
                 return True
+            if isinstance(message, Budget) and self.limits is not None:
+                self.limits.apply(message.nbytes)
             self.commands.take(message)
         return True
 
@@ -99,7 +105,8 @@ class Worker:
         now = time.monotonic()
         if now >= self._pulse_due:
             self._pulse_due = now + PULSE_S
-            send(self.socket, Pulse(self.engine.gauges()))
+            gauges = {} if self.limits is None else self.limits.gauges()
+            send(self.socket, Pulse(self.engine.gauges() | gauges))
 
     def _wind_down(self) -> None:
         """Every open request ends with its own final answer; then sessions are parked while there is time."""
@@ -213,6 +220,7 @@ def main(
     faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)  # when it hangs: the broker asks
     watch_parent(lambda: orphaned(log))
     from stateroom.daemon.engine.commands import Commands
+    from stateroom.daemon.engine.device_limits import DeviceLimits
     from stateroom.daemon.engine.disk_start import begin, contents
     from stateroom.daemon.engine.model import ModelError, load
 
@@ -223,6 +231,8 @@ def main(
     socket.connect(endpoint)
     try:
         loaded = load(model, model_id)
+        limits = DeviceLimits(loaded.facts["weight_bytes"])
+        limits.apply(kv_budget or 0)
         engine = make_engine(
             loaded,
             lambda answer: send(socket, answer),
@@ -248,11 +258,12 @@ def main(
         **loaded.facts,
         "bytes_per_token": engine.bytes_per_token,
         "blas_switched": engine.blas is not None,
+        **limits.facts(),
         "snapshots": snapshots,
     }
     log.info("ready", model=model_id, **facts)
     send(socket, Ready(info, facts, *contents(engine)))
-    Worker(socket, Commands(engine)).run()
+    Worker(socket, Commands(engine), limits).run()
     socket.close()
     context.term()
 

@@ -147,7 +147,7 @@ class Worker:
             self.send(Failed("the script says so", permanent=self.script["fail"] != "soon"))
             return 1
         model = ModelInfo(id=self.model_id, loaded=True, context=CONTEXT, vocab=1000)
-        facts = {"device": "none", "weights_bytes": int(self.script.get("weights", 0))}
+        facts = {"device": "none", "weight_bytes": int(self.script.get("weights", 0))}
         kept = [] if self.disk is None else self.disk.kept()
         self.send(Ready(model, facts, kept, [] if self.disk is None else list(self.disk.library.broken)))
         poller = zmq.Poller()
