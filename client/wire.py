@@ -267,10 +267,12 @@ def from_wire(message_type: type[M], wire: Any) -> M:
     kind: Any = message_type  # to `cache`, mypy counts a class as not hashable
     made = {}
     try:
-        for name, wire_name, build in _read_fields(kind):
+        for name, wire_name, build, nothing in _read_fields(kind):
             if wire_name in wire:
                 value = wire[wire_name]
                 made[name] = value if build is None or value is None else build(value)
+            elif nothing:
+                made[name] = None
         return message_type(**made)
     except TypeError as error:
         raise DecodeError(f"{message_type.__name__} can't be built: {error}.") from error
@@ -280,10 +282,17 @@ Build = Callable[[Any], Any]
 
 
 @cache
-def _read_fields(message_type: Any) -> tuple[tuple[str, str, Build | None], ...]:
-    """(field name, name on the wire, how its value is built; None: it is taken as it is)."""
-    types_of = field_types(message_type)
-    return tuple((name, wire, _builder(types_of[name])) for name, wire in wire_names(message_type).items())
+def _read_fields(message_type: Any) -> tuple[tuple[str, str, Build | None, bool], ...]:
+    """(field name, name on the wire, how its value is built, left out because it is None).
+
+    No way to build: it is taken as it is. What has a default has that when it is left out.
+    """
+    types_of, made = field_types(message_type), []
+    for f, name in zip(fields(message_type), wire_names(message_type).values(), strict=True):
+        required = f.default is MISSING and f.default_factory is MISSING
+        nothing = required and type(None) in typing.get_args(types_of[f.name])
+        made.append((f.name, name, _builder(types_of[f.name]), nothing))
+    return tuple(made)
 
 
 def _builder(annotation: Any) -> Build | None:
