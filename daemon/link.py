@@ -179,10 +179,10 @@ class Kept:
     id: str
     owner: str
     session: str
-    name: str | None
-    length: int
-    nbytes: int
-    created_ms: int  # of the wall clock
+    name: str | None = None
+    length: int = 0
+    nbytes: int = 0
+    created_ms: int = 0  # of the wall clock
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,9 @@ def encode_to_worker(message: ToWorker) -> bytes:
     return encode_map({"link": type(message).__name__, **to_wire(message)})
 
 
-_TO_WORKER: dict[str, type[Any]] = {each.__name__: each for each in (Adopt, CancelCommand, Stop, Discard, Budget)}
+_TO_WORKER: dict[str, type[Any]] = {
+    each.__name__: each for each in (Adopt, CancelCommand, Stop, Discard, Budget)
+}
 _FROM_WORKER: dict[str, type[Any]] = {
     each.__name__: each for each in (Journals, Ready, Failed, Pulse, Shelved, Within, Short)
 }
