@@ -2,15 +2,17 @@
 
     Catalog ── Pending ── Keeper (loop: when, and what if not) ── Store.write (a thread, one flush at a time)
 
-A flush begins `FLUSH_S` after the first message that waits, or at once when one is urgent, and never before
-the one under way is through. It *lasts* (it outlives a loss of power) when one is urgent, and what didn't is
-made to last within `LASTING_S`. A batch that could not be written is put back and tried again.
+A message is added to the tail first, which a kill of this process leaves whole, then it waits for a flush.
+That begins `FLUSH_S` after the first message that waits, or at once when one is urgent, and never before the
+one under way is through. It *lasts* (it outlives a loss of power) when one is urgent, and what didn't is made
+to last within `LASTING_S`. A batch that could not be written is put back and tried again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from structlog.typing import FilteringBoundLogger
@@ -23,8 +25,10 @@ from stateroom.daemon.store.pending import Batch, Pending
 from stateroom.daemon.store.refusals import Locked, NotWritten, StoreRefused
 from stateroom.daemon.store.rows import Everything
 from stateroom.daemon.store.store import Store
+from stateroom.daemon.store.tail import Tail, replay
 
-FILE_NAME = "catalog.db"
+FILE_NAME, TAIL_NAME = "catalog.db", "catalog.tail"
+FREE_SPACE = "Free some space, or choose another --home."
 FLUSH_S = 0.25  # what was told to a client waits for so long before it is written
 LASTING_S = 1.0  # and for so long before it outlives a loss of power
 RETRY_FIRST_S = 0.5  # after a flush that failed, doubled with each
@@ -46,7 +50,7 @@ def open_store(state_dir: Path) -> Store:
     except StoreRefused as error:
         raise Leave(DAMAGED, str(error)) from error
     except NotWritten as error:
-        raise Leave(FAILED, f"{error}. Free some space, or choose another --home.") from error
+        raise Leave(FAILED, f"{error}. {FREE_SPACE}") from error
     except OSError as error:
         raise Leave(FORBIDDEN, f"The catalog {file} can't be opened: {error.strerror}.") from error
 
@@ -61,7 +65,10 @@ class Keeper:
 
     def __init__(self, store: Store, clock: Clock, log: FilteringBoundLogger) -> None:
         self._store, self._clock, self._log = store, clock, log
-        self.pending = Pending(self._news)
+        self._number = store.number  # of the last flush that was tried
+        self._tail = Tail(store.file.with_name(TAIL_NAME))
+        self._take_in_tail()
+        self.pending = Pending(self._tail.add, self._news)
         self.failures = 0
         self._alarm = Alarm(self._flush)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="keeper")
@@ -71,6 +78,25 @@ class Keeper:
         self._since_s: float | None = None  # when what waits longest came
         self._last_s: float | None = None  # by when what was written must last; None: it does
         self._failing_s = 0.0  # until the next attempt after one that failed; 0: the last one didn't
+
+    def _take_in_tail(self) -> None:
+        """What the process before was told and had not flushed when it was killed.
+
+        Raises:
+            Leave: the disk is full.
+        """
+        messages = self._tail.after(self._number)
+        if messages:
+            before = Pending()
+            replay(messages, before)
+            self._number = self._tail.number + 1
+            try:
+                self._store.write(before.take(), lasting=True, number=self._number)
+            except NotWritten as error:
+                raise Leave(FAILED, f"{error}. {FREE_SPACE}") from error
+            self._store.reload()
+            self._log.info("journal taken in", messages=len(messages))
+        self._tail.begin(self._number)
 
     def loaded(self) -> Everything:
         """What the store held when it was opened; given once, since it may be much."""
@@ -95,24 +121,27 @@ class Keeper:
 
     def _flush(self) -> None:
         """Has what waits written, unless that is under way."""
-        if self._flushing is not None:
-            return
-        self._batch = self.pending.take()
         lasting = self._urgent or (self._last_s is not None and self._clock() >= self._last_s)
+        if self._flushing is not None or not (self.pending or lasting):
+            return
         self._urgent = False
-        loop = asyncio.get_running_loop()
-        self._flushing = loop.run_in_executor(self._thread, self._store.write, self._batch, lasting)
-        self._flushing.add_done_callback(lambda flushed: self._flushed(flushed, lasting))
+        self._batch = self.pending.take()
+        self._number += 1
+        number = self._number
+        self._tail.mark(number)
+        write = partial(self._store.write, self._batch, lasting, number)
+        self._flushing = asyncio.get_running_loop().run_in_executor(self._thread, write)
+        self._flushing.add_done_callback(lambda flushed: self._flushed(flushed, number, lasting))
 
-    def _flushed(self, flushed: asyncio.Future[None], lasting: bool) -> None:
+    def _flushed(self, flushed: asyncio.Future[None], number: int, lasting: bool) -> None:
         self._flushing = None
         batch, self._batch = self._batch, Batch()
-        if flushed.cancelled():
-            return
         error = flushed.exception()
         if error is not None:
             self._failed(error, batch, lasting)
             return
+        if self._store.number == number:
+            self._tail.flushed()
         if self._failing_s:
             self._log.info("journal written again", file=str(self._store.file))
             self._failing_s = 0.0
@@ -141,6 +170,7 @@ class Keeper:
             reason=str(error),
             retry_in_s=self._failing_s,
             waiting=len(self.pending),
+            tail=self._tail.lost or "whole",
             incident=None if expected else incident(),
             exc_info=None if expected else error,
         )
@@ -148,22 +178,26 @@ class Keeper:
     # ------------------------------------------------------------ the end
 
     async def close(self) -> None:
-        """Writes what waits, so that it lasts, and lets go of the file; `LAST_S` at most."""
-        self._alarm.stop()
+        """Writes what waits, so that it lasts, and lets go of the file; twice `LAST_S` at most."""
         if self._flushing is not None:
             await asyncio.wait([self._flushing], timeout=LAST_S)
-        batch = self.pending.take()
-        closing = asyncio.get_running_loop().run_in_executor(self._thread, self._end, batch)
+        self._alarm.stop()
+        closing = asyncio.get_running_loop().run_in_executor(self._thread, self._end, self.pending.take())
         _, late = await asyncio.wait([closing], timeout=LAST_S)
-        if late:  # the process ends once it is through, or is ended before; the file is whole either way
+        if late:  # the process ends once it is through, or is ended before; nothing is lost by that
             self._log.warning("journal still being written", file=str(self._store.file))
         self._thread.shutdown(wait=False)
 
     def _end(self, batch: Batch) -> None:
         """On the thread."""
+        written = False
         try:
-            self._store.write(batch, lasting=True)
+            self._store.write(batch, lasting=True, number=self._number + 1)
+            written = True
         except Exception as error:
-            self._log.error("journal not written", reason=str(error), lost=len(batch))
+            self._log.error(
+                "journal not written", reason=str(error), left_to="the next start", waiting=len(batch)
+            )
         finally:
+            self._tail.close(remove=written)
             self._store.close()

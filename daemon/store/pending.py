@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from stateroom.daemon.link import ChatTurn
 from stateroom.daemon.store.rows import Row, SessionRow
@@ -61,15 +62,22 @@ class Batch:
         return len(self.sessions) + len(self.rows)
 
 
+Message = tuple[Any, ...]  # the name of one of `Pending`'s methods, and its arguments
+
+
 class Pending:
     """Takes messages in the order of time. Cheap: nothing is written here.
 
-    `news(urgent)` is called with each.
+    `told` is called with each message, before it is taken, and `news(urgent)` after it.
     """
 
-    def __init__(self, news: Callable[[bool], None] = lambda urgent: None) -> None:
+    def __init__(
+        self,
+        told: Callable[[Message], None] = lambda message: None,
+        news: Callable[[bool], None] = lambda urgent: None,
+    ) -> None:
         self._batch = Batch()
-        self._news = news
+        self._told, self._news = told, news
 
     def __len__(self) -> int:
         """How many sessions and rows wait to be written."""
@@ -77,27 +85,34 @@ class Pending:
 
     def session(self, row: SessionRow) -> None:
         """It was opened, named, used: the whole row as it is now. The first message of a session."""
+        self._told(("session", row))
         self._add(row.id, Delta(row=row))
 
     def changed(self, session: str, keep: int, tokens: Iterable[int]) -> None:
         """The first `keep` tokens stay, `tokens` follow: as a worker's journal says."""
-        self._add(session, Delta(edit=Edit(keep, array("I", tokens))))
+        new = array("I", tokens)
+        self._told(("changed", session, keep, new))
+        self._add(session, Delta(edit=Edit(keep, new)))
 
     def chat(self, session: str, turns: list[ChatTurn]) -> None:
         """All turns, as they are now."""
+        self._told(("chat", session, turns))
         self._add(session, Delta(chat=list(turns)))
 
     def closed(self, session: str) -> None:
         """The last message of a session; all of it goes."""
+        self._told(("closed", session))
         self._add(session, Delta(closed=True))
 
     def put(self, row: Row) -> None:
         """A snapshot or model, new or as it is now."""
+        self._told(("put", row))
         self._batch.rows[type(row), row.key] = row
         self._news(False)
 
     def drop(self, kind: type[Row], key: str) -> None:
         """It is gone."""
+        self._told(("drop", kind, key))
         self._batch.rows[kind, key] = None
         self._news(False)
 

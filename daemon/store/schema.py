@@ -76,6 +76,8 @@ MIGRATIONS: tuple[str, ...] = (
         loaded_ms INTEGER NOT NULL,
         checksum INTEGER NOT NULL
     );
+    CREATE TABLE flushes (last INTEGER NOT NULL);
+    INSERT INTO flushes VALUES (0);
     """,
 )
 

@@ -38,20 +38,33 @@ class _End:
 
 
 class Store:
-    """The open file. Raises, when made, what `connect` does and `Corrupt` for rows that are damaged."""
+    """The open file. Raises, when made, what `connect` does and `Corrupt` for rows that are damaged.
+
+    Attributes:
+        number: of the last flush that is in the file; attempts are numbered, so that no two are alike.
+        loaded: what the file held when it was opened.
+    """
 
     def __init__(self, file: Path, migrations: Sequence[str] = schema.MIGRATIONS) -> None:
         self.file = file
         self._connection = connect(file, migrations)
         self._ends: dict[str, _End] = {}
-        self._version = len(migrations)
+        self.number = 0
         self._lasting = True  # nothing was written that a loss of power could take
         try:
-            with told(file):
-                self.loaded = self._load()
+            self.reload()
         except BaseException:
             self._connection.close()
             raise
+
+    def reload(self) -> None:
+        """Reads all of it again; `loaded` and `number` are of now."""
+        with told(self.file):
+            numbers = self._run("SELECT last FROM flushes").fetchall()
+            if len(numbers) != 1:
+                raise Corrupt(self.file, "it doesn't tell its last flush")
+            ((self.number,),) = numbers
+            self.loaded = self._load()
 
     def close(self) -> None:
         """Everything is in the one file then."""
@@ -59,7 +72,7 @@ class Store:
 
     # ------------------------------------------------------------ writing
 
-    def write(self, batch: Batch, lasting: bool = False) -> None:
+    def write(self, batch: Batch, lasting: bool = False, number: int | None = None) -> None:
         """All of a batch or nothing of it. It outlives this process at once, whatever ends that.
 
         `lasting`: this batch and all before it outlive a loss of power too, at the price of a sync of the
@@ -67,6 +80,7 @@ class Store:
 
         Raises `NotWritten` (the disk is full, or fails): put the batch back and try again later.
         """
+        number = self.number + 1 if number is None else number
         if not batch and (self._lasting or not lasting):
             return
         ends = dict(self._ends)
@@ -81,14 +95,13 @@ class Store:
                         self._run(f"DELETE FROM {table.name} WHERE {table.key} = ?", key)
                     else:
                         self._run(table.upsert, *table.values(row))
-                if lasting and not batch:  # a commit of nothing syncs nothing
-                    self._run(f"PRAGMA user_version = {self._version}")
+                self._run("UPDATE flushes SET last = ?", number)
                 self._connection.execute("COMMIT")
             except BaseException:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
-            self._ends, self._lasting = ends, lasting
+            self._ends, self._lasting, self.number = ends, lasting, number
             self._give_back()
 
     def _write_sessions(self, deltas: dict[str, Delta], ends: dict[str, _End]) -> None:

@@ -19,6 +19,7 @@ from stateroom.daemon.clock import monotonic_s
 from stateroom.daemon.exits import DAMAGED, FORBIDDEN, RUNNING, Leave
 from stateroom.daemon.keeper import FILE_NAME, FLUSH_S, LASTING_S, Keeper, open_store
 from stateroom.daemon.logs import make_log
+from stateroom.daemon.store.pending import Batch
 from stateroom.daemon.store.rows import ModelRow, SessionRow
 from stateroom.daemon.store.schema import MIGRATIONS
 from stateroom.daemon.store.store import Store
@@ -34,9 +35,9 @@ class Watched(Store):
         super().__init__(file)
         self.writes: list[tuple[int, bool]] = []
 
-    def write(self, batch: Any, lasting: bool = False) -> None:
+    def write(self, batch: Batch, lasting: bool = False, number: int | None = None) -> None:
         self.writes.append((len(batch), lasting))
-        super().write(batch, lasting)
+        super().write(batch, lasting, number)
 
     def limit(self, pages: int) -> None:
         """As a full disk: the file may not grow past so many pages."""
@@ -164,7 +165,7 @@ def test_a_full_disk_is_told_waited_for_and_loses_nothing(
     assert scene.said()[-1]["event"] == "journal written again"
 
 
-def test_what_can_never_be_written_is_told_at_the_end(tmp_path: Path) -> None:
+def test_what_the_last_flush_could_not_write_the_next_start_does(tmp_path: Path) -> None:
     async def act(scene: Scene) -> None:
         scene.pending.session(ROW)
         await scene.until(lambda: not scene.waiting)
@@ -173,8 +174,15 @@ def test_what_can_never_be_written_is_told_at_the_end(tmp_path: Path) -> None:
 
     scene = play(tmp_path, act)
     (said,) = [entry for entry in scene.said() if entry["event"] == "journal not written"]
-    assert said["lost"] == 1
+    assert (said["waiting"], said["left_to"]) == (1, "the next start")
     assert tokens(tmp_path) == {"a": []}
+    said = play(tmp_path, nothing).said()[0]
+    assert (said["event"], said["messages"]) == ("journal taken in", 1)
+    assert tokens(tmp_path) == {"a": [*range(100_000)]}
+
+
+async def nothing(scene: Scene) -> None:
+    pass
 
 
 # ---------------------------------------------------------------- files that can't be used
