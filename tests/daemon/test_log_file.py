@@ -1,4 +1,4 @@
-"""B81: a log of our own, in files that take turns; whoever reads it, or a full disk, is no danger to the daemon."""
+"""B81: a log of our own, in files that take turns; neither a reader nor a full disk harms the daemon."""
 
 from __future__ import annotations
 
