@@ -142,8 +142,8 @@ class Carriage:
         assert ticket.peer is not None
         key = ticket.peer, ticket.owner, request.snapshot
         if request.offset == 0 or key not in self._outgoing:
-            row = self._snapshots.find(ticket.owner, request.snapshot)
             self._drop_outgoing(key)
+            row = self._snapshots.find(ticket.owner, request.snapshot)
             self._room(self._outgoing, ticket.owner)
             library = Reader(library_of(self._state_dir, row.model))
             self._outgoing[key] = Outgoing(library, row.id, self._clock())
@@ -151,6 +151,8 @@ class Carriage:
         going.used_s = self._clock()
 
         def then(result: ExportResult) -> None:
+            if result.next is None and self._outgoing.get(key) is going:
+                self._drop_outgoing(key)
             self._reply(ticket, result)
 
         self._on_thread(ticket, lambda: going.read(request.offset), then, lambda: self._drop_outgoing(key))
