@@ -26,6 +26,7 @@ RESUMES_MAX = 32  # of one request: more often its worker hardly dies by chance
 # says how far it got in its journal.
 AGAIN = (
     "open", "prefill", "decode", "sync", "trim", "fork", "publish", "score", "tokens", "verify",
+    "save", "park", "restore", "import",
 )  # fmt: skip
 # What isn't done with a session in quarantine: it would run the input that killed, or spread it.
 QUARANTINED = ("decode", "prefill", "score", "fork", "publish", "verify")
