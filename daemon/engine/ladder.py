@@ -30,7 +30,6 @@ HELD_MAX = 256  # requests that wait for room; more are refused
 ROOM_WAIT_S = 10.0  # without anybody having given way, until a request that waits is refused
 KEEPS_AT_ONCE = 2  # sessions on their way to disk: one is copied from the device while another is written
 KEEP_MIN = 64  # tokens; fewer are computed again sooner than they are read
-SLACK = 32  # of the budget, one part in so many is freed besides, so that not every request has to wait
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +117,7 @@ class Ladder:
     # ------------------------------------------------------------ the budget
 
     def limit(self, nbytes: int, most: int = 0) -> None:
-        """The budget from now on; `Within` is told once no more is held or promised. `most`: it may become."""
+        """The budget from now on, and what it may become; `Within` is told once that is kept."""
         self._engine.memory.budget_bytes = nbytes
         self._limit, self._most, self._seen = nbytes, most, None
         for held in self._held.values():
@@ -166,8 +165,7 @@ class Ladder:
                 self._take_again(held)
                 continue
             idle, parts = self._engine.memory.idle(held.theirs)
-            budget = self._engine.memory.budget_bytes or 0
-            gone = plan(idle, parts, lacking + budget // SLACK) or plan(idle, parts, lacking)
+            gone = plan(idle, parts, lacking)
             if gone is None:
                 self._ask(held, lacking - freeable(idle, parts))
                 return

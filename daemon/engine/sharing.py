@@ -19,6 +19,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from stateroom.caches.layout import CAPACITY_STEP
 from stateroom.caches.session import SessionCache
 from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.kv import Served
@@ -261,7 +262,13 @@ class Sharing:
         assert cache is not None
         if cache.rows > 1 or not _shares(lender.served):
             return True  # the borrower's copy alone, which is admitted
-        return self._engine.memory.has_room(cache.branch_bytes(self._engine.shared_min))
+        needed = cache.branch_bytes(self._engine.shared_min)
+        if self._is_busy(lender):  # what it takes next begins with columns of its own, which nobody promised
+            needed += CAPACITY_STEP * int(cache.bytes_per_token)
+        return self._engine.memory.has_room(needed)
+
+    def _is_busy(self, session: Session) -> bool:
+        return any(request.session is session for request in self._engine.requests.values())
 
     def _copies(self, lender: Session) -> bool:
         """It can't lend without a copy."""
@@ -280,7 +287,7 @@ class Sharing:
             loan.cache = self.branched(lender.served, loan.cache)
         loan.go_back(length)
         self._engine.memory.changed(lender)
-        if all(request.session is not lender for request in self._engine.requests.values()):
+        if not self._is_busy(lender):
             # What was its own is shared now; who has a request tells with its next answer.
             self._engine.emit(Journals([self._engine.journal(lender, lender.length)]))
         return loan
