@@ -17,11 +17,13 @@ from stateroom.client.protocol import (
     Prefill,
     PublishResult,
     Receipt,
+    ScoreResult,
     Usage,
 )
 from stateroom.daemon.catalog import NO_ENGINE, Catalog, Session
 from stateroom.daemon.lifecycle import SessionEvent, SessionState
 from stateroom.daemon.metrics import Metrics
+from stateroom.daemon.recovery import LIFTS
 from stateroom.daemon.tickets import Ticket
 
 Told = list[tuple[Event, str]]  # events, each with the owner it is for
@@ -51,6 +53,9 @@ class Settlement:
             return self._made(ticket, body)
         session.running = session.running_op = None
         self._catalog.touch(session)
+        if session.quarantined is not None and ticket.op in LIFTS and isinstance(body, LengthResult):
+            session.quarantined = None  # another content, and it was computed
+            self._catalog.record(session)
         if ticket.op in ("open", "restore"):
             if isinstance(body, OpenResult):
                 session.kinds = session.kinds or body.caps.kv  # the journal tells how it is stored by now
@@ -74,7 +79,9 @@ class Settlement:
             session.advance(SessionEvent.REFUSED if refused else SessionEvent.OPENED)
             if refused:
                 self._catalog.remove(session)
-            elif session.published_as is not None:
+                continue
+            self._catalog.opened(session)
+            if session.published_as is not None:
                 details = {"as": session.published_as}
                 event = Event(event="trunk_published", model=session.model, details=details)
                 told.append((event, session.owner))
@@ -104,15 +111,33 @@ def streams(ticket: Ticket) -> bool:
     return ticket.op in OPERATIONS and OPERATIONS[ticket.op].streams
 
 
-def unstarted(ticket: Ticket, why: str) -> Body:
-    """The result of a request that was cancelled before any engine had it: nothing changed."""
+def cut_short(ticket: Ticket, why: str) -> Body:
+    """The result of a request that is cancelled while no engine has it: what was told of it stays."""
     session = ticket.session
     length = session.length if session else 0
     if ticket.op == "decode":
-        return DecodeResult(finish="cancelled", tokens=[], text="", length=length, usage=Usage())
+        drawn = session.tokens[ticket.base :].tolist() if session and ticket.base is not None else []
+        usage = Usage(decoded=len(drawn))
+        text = "".join(ticket.texts)
+        return DecodeResult(finish="cancelled", tokens=drawn, text=text, length=length, usage=usage)
+    if ticket.op == "score":
+        return ScoreResult(tokens=[], logprobs=[], total=0.0)
     reused = length if session and session.resident else 0
     receipt = Receipt(reused=reused, source="session" if reused else "none", why=why)
     return LengthResult(length=length, receipt=receipt, finish="cancelled")
+
+
+def refused_again(ticket: Ticket, body: Body) -> Body:
+    """What a worker answered that was not the first to have the request.
+
+    A refusal says that nothing changed; behind what the first one drew, that isn't so.
+    """
+    session = ticket.session
+    if not isinstance(body, ErrorBody) or not ticket.resumes or session is None or ticket.base is None:
+        return body
+    if ticket.op != "decode" or session.length == ticket.base or body.code in ("numeric", "internal"):
+        return body
+    return lost(ticket, f"and could not go on: {body.message}")
 
 
 def lost(ticket: Ticket, reason: str) -> Body:

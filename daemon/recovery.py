@@ -2,9 +2,9 @@
 
 Nobody is told which request killed a worker, so a death counts against every session that had one there,
 until that session gets on again: by an answer, or `CLEARED_TOKENS` tokens. Sessions with `SUSPECT_DEATHS` are
-suspects. They go to the next worker first, those with the most deaths before the others, and alone: nothing
-else is sent until such a one got on or ended. If it was alone when its worker died, with `DEATHS_MAX` deaths
-by then, it is the cause, and is quarantined. So no session pays for another one's input.
+suspects. They go to the next worker first, those with the most deaths before the others, and one at a time:
+nothing else is sent until such a one got on or ended. If it was alone when its worker died, with `DEATHS_MAX`
+deaths by then, it is the cause, and is quarantined. So no session pays for another one's input.
 """
 
 from __future__ import annotations

@@ -11,14 +11,16 @@ of its session ends (`Session.held`).
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 
 from structlog.typing import FilteringBoundLogger
 
-from stateroom.client.errors import Busy, NotFound, ShuttingDown, StateroomError, Unsupported
+from stateroom.client.errors import Busy, EngineLost, NotFound, ShuttingDown, StateroomError, Unsupported
 from stateroom.client.protocol import (
     Body,
     CloseResult,
+    Decode,
     ErrorBody,
     Event,
     Fork,
@@ -28,6 +30,7 @@ from stateroom.client.protocol import (
     Restore,
     Result,
     Save,
+    TokenEvent,
     Verify,
     VerifyResult,
 )
@@ -35,17 +38,36 @@ from stateroom.client.protocol import Close as CloseRequest
 from stateroom.daemon.archive import Archive
 from stateroom.daemon.catalog import Catalog, Session
 from stateroom.daemon.checks import Checks
-from stateroom.daemon.endings import CLOSED, GONE, Settlement, abandoned, lost, streams, unstarted
+from stateroom.daemon.endings import (
+    CLOSED,
+    GONE,
+    Settlement,
+    abandoned,
+    cut_short,
+    lost,
+    refused_again,
+    streams,
+)
 from stateroom.daemon.lifecycle import EngineState, RequestEvent, RequestState, SessionEvent, SessionState
 from stateroom.daemon.link import Adopt, Answer, CancelCommand, Command, Journal, Journals, Kept, Shelved
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer
+from stateroom.daemon.recovery import (
+    QUARANTINED,
+    Suspicion,
+    computes,
+    goes_on,
+    order,
+    seeded,
+    why_quarantined,
+)
 from stateroom.daemon.store.rows import SnapshotRow
 from stateroom.daemon.supervisor import Engine, Supervisor
 from stateroom.daemon.tickets import SESSION_SHOWN, Ticket, Tickets
 from stateroom.daemon.watchers import Watchers
 
 SUPERSEDED = ("decode", "prefill", "sync")  # what a newer `sync` ends instead of getting `busy`
+CUT_SHORT = ("decode", "prefill", "sync", "trim", "score")  # whose result tells how far they got
 HELD_ENDS = ("decode", "prefill", "sync")  # what a cancel ends at once while no engine has it
 SHORT = (
     "fork", "publish", "unpublish", "tokens", "close", "adopt", "export", "import",
@@ -73,7 +95,10 @@ class Work:
         every_s = supervisor.config.verify_every_s
         self.checks = Checks(catalog, supervisor.known, supervisor.clock, metrics, every_s)
         self._looking: int | None = None  # rid of the daemon's own verification
-        self._waiting: dict[str, deque[Ticket]] = {}  # model → tickets held until its engine is ready
+        self._waiting: dict[str, deque[Ticket]] = {}  # model → tickets held until its engine takes them
+        self._suspicion = Suspicion()
+        self._on_trial: dict[str, Ticket] = {}  # model → the suspect that it has; nothing else is sent
+        self._ending = False  # the daemon stops: nothing goes to another worker any more
 
     # ------------------------------------------------------------ requests begin
 
@@ -114,9 +139,14 @@ class Work:
             Busy: another request has the session.
             NotFound: it is read while it is being closed.
             Exists, Capacity: of the children of a `fork`.
-            EngineLost, Unsupported: its engine can't be had.
+            EngineLost: its engine keeps stopping, or the session is in quarantine.
+            Unsupported: its model can't be loaded.
         """
         ticket.session = session
+        if session.quarantined is not None and ticket.op in QUARANTINED:
+            raise EngineLost(session.quarantined, quarantined=True)  # it never began: no length
+        if isinstance(ticket.request, Decode):
+            ticket.request = seeded(ticket.request, secrets.randbits(64))
         if ticket.reads:
             self._read(ticket, session)
         elif ticket.op == "close":
@@ -232,7 +262,7 @@ class Work:
 
     def _dispatch(self, ticket: Ticket, engine: Engine) -> None:
         ticket.model = engine.id
-        if engine.ready:
+        if engine.ready and not (engine.id in self._on_trial and computes(ticket)):
             self._send(ticket, engine)
         else:
             self._waiting.setdefault(engine.id, deque()).append(ticket)
@@ -246,16 +276,35 @@ class Work:
         if session.state is SessionState.CLOSED:
             self._ended(ticket, CLOSED)
             return
+        if computes(ticket) and self._suspicion.is_suspect(session.id):
+            self._on_trial[engine.id] = ticket
         # Nothing runs in a session that its engine doesn't know: what ran ended with the last worker.
         if ticket.op not in ("open", "restore") and session.generation != engine.generation:
             self._adopt(session, engine)
         ticket.generation = session.generation = engine.generation
         ticket.advance(RequestEvent.SEND)
         children = [child.id for child in ticket.children]
-        snapshot = self._snapshot(ticket)
-        engine.send(Command(ticket.rid, ticket.request, session.id, children, ticket.owner, snapshot))
+        base, again = ticket.base, ticket.op == "decode" and ticket.resumes > 0
+        ticket.base = session.length if base is None else base
+        engine.send(
+            Command(
+                ticket.rid,
+                ticket.request,
+                session.id,
+                children,
+                ticket.owner,
+                self._snapshot(ticket),
+                base=ticket.base if again else None,
+            )
+        )
         if ticket.cancel_wanted:
             self._tell_cancel(ticket, RequestEvent.CANCEL)
+        if again:
+            self._tell_stream(ticket, "engine_recovered")
+
+    def _with(self, generation: int) -> list[Ticket]:
+        """The requests that a worker has."""
+        return [t for t in self._tickets if t.generation == generation and t.state in WITH_ENGINE]
 
     def _snapshot(self, ticket: Ticket) -> str | None:
         """What a `restore` takes, or a `save` replaces: what has that name now, whichever worker made it."""
@@ -289,6 +338,7 @@ class Work:
                 session.owner,
                 session.trunk,
                 session.trunk_length,
+                session.snapshot,
             )
         )
 
@@ -338,7 +388,7 @@ class Work:
         held = self._tickets.get(session.held)
         session.held = None
         if held is not None:
-            self._tickets.reply(held, unstarted(held, why))
+            self._tickets.reply(held, cut_short(held, why))
 
     def _cancel_running(self, session: Session) -> None:
         running = self._tickets.get(session.running)
@@ -348,8 +398,8 @@ class Work:
     def _free(self, ticket: Ticket, session: Session) -> None:
         """Closes a session that nothing else has: through the engine if that knows it."""
         session.running, session.running_op = ticket.rid, "close"
-        engine = self._supervisor.engine(session.model)
-        if engine.ready and session.generation == engine.generation:
+        engine = self._supervisor.known(session.model)
+        if engine is not None and engine.ready and session.generation == engine.generation:
             self._dispatch(ticket, engine)
         else:
             self._ended(ticket, CloseResult(freed_bytes=0))
@@ -369,11 +419,11 @@ class Work:
                 return False
             session.advance(SessionEvent.RELEASE)
             session.held = None
-            self._tickets.reply(ticket, unstarted(ticket, "cancelled before it began"))
+            self._tickets.reply(ticket, cut_short(ticket, "cancelled before it began"))
             return True
         if ticket.op in HELD_ENDS:
             self._unqueue(ticket)
-            self._ended(ticket, unstarted(ticket, "cancelled before it began"))
+            self._ended(ticket, self._cut_short(ticket, "cancelled while no engine had it"))
             return True
         ticket.cancel_wanted = ticket.op not in (*SHORT, "load", "unload")
         return ticket.cancel_wanted
@@ -430,6 +480,7 @@ class Work:
 
     def end_all_held(self) -> None:
         """The daemon stops: what no engine has is refused, what one has is cancelled."""
+        self._ending = True
         error = ShuttingDown("The daemon is stopping; nothing was changed.").body()
         for ticket in self._tickets:
             if ticket.state is RequestState.DONE:
@@ -446,7 +497,7 @@ class Work:
                 self._tickets.reply(ticket, error)
             else:
                 self._unqueue(ticket)
-                self._ended(ticket, error)
+                self._ended(ticket, self._last_word(ticket, "the daemon stops") if ticket.resumes else error)
 
     def _unqueue(self, ticket: Ticket) -> None:
         queue = self._waiting.get(ticket.model or "")
@@ -456,11 +507,21 @@ class Work:
     # ------------------------------------------------------------ engines speak
 
     def on_ready(self, engine: Engine) -> None:
-        recovered = engine.deaths > 0
-        self._watchers.publish(
-            Event(event="engine_recovered" if recovered else "engine_ready", model=engine.id)
-        )
-        for ticket in self._take_waiting(engine):
+        self._catalog.loaded(engine.id, engine.spec.spec)
+        event = "engine_recovered" if engine.deaths > 0 else "engine_ready"
+        again = sum(ticket.resumes > 0 for ticket in self._waiting.get(engine.id, ()))
+        self._watchers.publish(Event(event=event, model=engine.id, details={"requests": again}))
+        self._pump(engine)
+
+    def _pump(self, engine: Engine) -> None:
+        """Sends what waits for an engine, as far as it may go now."""
+        queue = self._waiting.get(engine.id, deque())
+        for ticket in order(queue, self._suspicion):
+            if not engine.ready or (engine.id in self._on_trial and computes(ticket)):
+                return
+            if ticket not in queue:
+                continue  # it ended with one before it
+            queue.remove(ticket)
             if ticket.op == "load":
                 self._tickets.reply(ticket, ModelResult(model=engine.info))
             else:
@@ -479,10 +540,16 @@ class Work:
         if ticket is None or ticket.generation != engine.generation:
             self._log.warning("answer to no request", model=engine.id, rid=answer.rid)
         elif isinstance(answer.body, Result | ErrorBody):
-            self._ended(ticket, answer.body)
+            if computes(ticket):
+                self._got_on(ticket.session)
+            self._ended(ticket, refused_again(ticket, answer.body))
             for journal in answer.born:
                 self._journal(engine, journal)
         else:
+            if isinstance(answer.body, TokenEvent):
+                ticket.texts.append(answer.body.text)
+            else:
+                self._got_on(ticket.session)
             self._tickets.reply(ticket, answer.body)
 
     def on_journals(self, engine: Engine, journals: Journals) -> None:
@@ -495,6 +562,8 @@ class Work:
             return
         resident = session.resident
         self._catalog.journal(session, change)
+        if change.tokens:
+            self._got_on(session, len(change.tokens))
         if session.resident is not resident and session.state is not SessionState.OPENING:
             details = {"tier": session.tier}
             event = Event(event="session_moved", session=session.id, model=session.model, details=details)
@@ -505,20 +574,97 @@ class Work:
         moved = [session for session in self._catalog if session.generation == generation]
         for session in moved:
             self._catalog.forget_engine(session)
-        for ticket in self._tickets:
-            if ticket.generation == generation and ticket.state in WITH_ENGINE:
-                self._ended(ticket, lost(ticket, reason))
-        # One event for all its sessions, which hold tokens only now: one for each could flood a watcher.
-        details = {"reason": reason, "sessions": len(moved)}
+        again = self._part(engine, self._with(generation), reason)
+        # One event for all its sessions, whose KV is gone: one for each could flood a watcher.
+        details = {"reason": reason, "sessions": len(moved), "requests": len(again)}
         event = "engine_stopped" if engine.stopping else "engine_lost"
         self._watchers.publish(Event(event=event, model=engine.id, details=details))
+        for ticket in again:
+            self._tell_stream(ticket, "engine_lost", reason=reason)
         for ticket in self._take_waiting(engine, only="unload"):
             self._tickets.reply(ticket, ModelResult(model=engine.info))
         if self._waiting.get(engine.id):
             try:
                 self._supervisor.ensure(engine)
             except StateroomError as error:
-                self._refuse_waiting(engine, error)
+                self._refuse_waiting(engine, error, spared=bool(again))
+
+    def _part(self, engine: Engine, tickets: list[Ticket], reason: str) -> list[Ticket]:
+        """Of the requests that a dead worker had: holds those that go on, and gives them; ends the others."""
+        self._on_trial.pop(engine.id, None)
+        again: list[Ticket] = []
+        if not engine.stopping and not self._ending:
+            cause = self._blame(tickets, reason)
+            again = [
+                ticket
+                for ticket in tickets
+                if ticket.state is RequestState.SENT
+                and goes_on(ticket)
+                and (cause is None or ticket.session is not cause or not computes(ticket))
+            ]
+        # Those who were here last are most likely to wait in person.
+        again.sort(key=lambda ticket: -ticket.session.used_s if ticket.session is not None else 0.0)
+        for ticket in again:
+            ticket.advance(RequestEvent.LOSE)
+            ticket.generation, ticket.resumes = None, ticket.resumes + 1
+            if not isinstance(ticket.request, Decode):
+                self._take_back(ticket)
+        self._waiting.setdefault(engine.id, deque()).extendleft(reversed(again))
+        self._metrics.count("requests_resumed", len(again))
+        for ticket in tickets:
+            if ticket.state in WITH_ENGINE:
+                self._ended(ticket, self._last_word(ticket, reason))
+        return [ticket for ticket in again if ticket.state is RequestState.HELD]
+
+    def _blame(self, tickets: list[Ticket], reason: str) -> Session | None:
+        """Counts a death; a session that is known to be its cause is put in quarantine, and given."""
+        blamed = {t.session.id: t.session for t in tickets if t.session is not None and computes(t)}
+        session = blamed.get(self._suspicion.died(blamed) or "")
+        if session is not None:
+            self._metrics.count("sessions_quarantined")
+            session.quarantined = why_quarantined(self._suspicion.deaths(session.id), reason)
+            self._catalog.record(session)
+            self._log.error("session quarantined", model=session.model, session=session.id[:8], reason=reason)
+        return session
+
+    def _last_word(self, ticket: Ticket, reason: str) -> Body:
+        """The end of a request whose worker died, and which goes to no other."""
+        if ticket.state is RequestState.CANCELLING and ticket.op in CUT_SHORT:
+            return self._cut_short(ticket, f"cancelled, and its engine stopped ({reason})")
+        return lost(ticket, reason)
+
+    def _cut_short(self, ticket: Ticket, why: str) -> Body:
+        if not (isinstance(ticket.request, Decode) and ticket.request.stream):
+            self._take_back(ticket)
+        return cut_short(ticket, why)
+
+    def _take_back(self, ticket: Ticket) -> None:
+        """What a request added to a session, which no engine has, and was told to nobody, goes again."""
+        session = ticket.session
+        if session is None or ticket.base is None or session.running != ticket.rid:
+            return
+        if session.length > ticket.base:
+            self._catalog.journal(session, Journal(session.id, ticket.base, [], resident=False))
+
+    def _tell_stream(self, ticket: Ticket, event: str, **details: object) -> None:
+        """Tells who reads a stream what happens to it."""
+        session = ticket.session
+        if isinstance(ticket.request, Decode) and ticket.request.stream and session is not None:
+            details["length"] = session.length
+            told = Event(event=event, session=session.id, model=session.model, details=details)
+            self._tickets.reply(ticket, told)
+
+    def _got_on(self, session: Session | None, tokens: int | None = None) -> None:
+        """A session drew so many tokens, or its request went on otherwise."""
+        if session is not None and len(self._suspicion) and self._suspicion.got_on(session.id, tokens):
+            trial = self._on_trial.get(session.model)
+            if trial is not None and trial.session is session:
+                self._end_trial(session.model)
+
+    def _end_trial(self, model: str) -> None:
+        """The suspect that an engine has is cleared or ended."""
+        del self._on_trial[model]
+        self._pump(self._supervisor.engine(model))
 
     def on_failed(self, engine: Engine, message: str) -> None:
         """The model can't be loaded, for good."""
@@ -529,9 +675,15 @@ class Work:
         details = {"silent_s": round(silent_s, 1)}
         self._watchers.publish(Event(event="engine_silent", model=engine.id, details=details))
 
-    def _refuse_waiting(self, engine: Engine, error: StateroomError) -> None:
+    def _refuse_waiting(self, engine: Engine, error: StateroomError, spared: bool = False) -> None:
+        """`spared`: what a worker served before waits on for the next; this one did serve."""
         for ticket in self._take_waiting(engine):
-            self._ended(ticket, error.body())
+            if spared and ticket.resumes:
+                self._waiting[engine.id].append(ticket)
+            elif ticket.resumes:
+                self._ended(ticket, lost(ticket, str(error)))
+            else:
+                self._ended(ticket, error.body())
 
     def _take_waiting(self, engine: Engine, only: str | None = None) -> list[Ticket]:
         queue = self._waiting.get(engine.id, deque())
@@ -546,15 +698,19 @@ class Work:
         """Settles what a final answer means for its sessions, replies, and lets in what waited."""
         session = ticket.session
         events = self._settlement.settle(ticket, body)
-        if session is not None and session.state is SessionState.CLOSED:
-            self._archive.closed(session)
         if isinstance(body, VerifyResult) and session is not None:
             events += self._judged(session, body)
+        if session is not None and session.state is SessionState.CLOSED:
+            self._archive.closed(session)
         self._tickets.reply(ticket, body)
         for event, owner in events:
             self._watchers.publish(event, owner)
         for orphan in abandoned(ticket, body):
             self._close_own(orphan)
+        if session is not None and session.state is SessionState.CLOSED:
+            self._suspicion.forget(session.id)
+        if self._on_trial.get(ticket.model or "") is ticket:
+            self._end_trial(ticket.model or "")
         if session is not None and session.running is None and session.held is not None:
             self._admit_held(session)
 

@@ -22,6 +22,7 @@ Token ids that are orders, when a prefill meets them:
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import signal
 import sys
@@ -88,6 +89,7 @@ from stateroom.daemon.link import (
     Discard,
     Failed,
     Journal,
+    Journals,
     Pulse,
     Ready,
     Shelved,
@@ -391,6 +393,9 @@ class Worker:
             made.append(token)
             if request.stream:
                 self.answer(rid, TokenEvent(tokens=[token], text=text), session, len(tokens) - 1)
+            else:
+                journal = Journal(session, len(tokens) - 1, [token], private_bytes=10 * len(tokens))
+                self.send(Journals([journal]))
             yield
         usage = Usage(decoded=len(made), prefilled=1)
         result = DecodeResult(
@@ -405,6 +410,7 @@ def main() -> int:
     for name in ("--endpoint", "--model", "--model-id", "--state", "--kv-budget", "--log", "--log-level"):
         parser.add_argument(name)
     arguments = parser.parse_args()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     script = dict(pair.partition("=")[::2] for pair in arguments.model.split(",") if pair)
     return Worker(arguments.endpoint, arguments.model_id, script, arguments.state).run()
 

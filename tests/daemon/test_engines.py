@@ -16,6 +16,7 @@ from tests.daemon.scripted_worker import BABBLE, CHUNK, DIE, HANG
 from stateroom.client.timeouts import Timeouts
 from stateroom.daemon.config import Patience
 from stateroom.daemon.lifecycle import EngineState
+from stateroom.daemon.recovery import DEATHS_MAX
 
 StartBroker = Callable[..., Rig]
 
@@ -36,37 +37,107 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_a_death_ends_its_requests_by_name_and_sessions_come_back(rig: Rig) -> None:
-    """B52, B60: each open request gets `engine_lost` with the length kept; a touch adopts the tokens."""
+def tokens_told(replies: list[dict[str, Any]]) -> list[int]:
+    return [token for reply in replies if reply["kind"] == "token" for token in reply["tokens"]]
+
+
+def test_a_death_is_survived_by_its_requests(rig: Rig) -> None:
+    """B52, B60: streams go on at the next token, told by two events; the others just take longer."""
     client = rig.client("app")
     watch = client.send("watch", sessions=False)
     pid = ready(rig)
     sessions = [client.open([number, 2, 3]) for number in range(3)]
-    decodes = [client.send("decode", session=session, max_tokens=100_000) for session in sessions]
-    for decode in decodes:
-        client.begun(decode)
+    streams = [client.send("decode", session=session, max_tokens=300) for session in sessions]
+    whole = client.send("decode", session=client.open([9]), max_tokens=300, stream=False)
+    sync = client.send("sync", session=client.open([7]), tokens=[7] * (200 * CHUNK))
+    fork = client.send("fork", session=client.open([8]), n=2)
+    for stream in streams:
+        client.begun(stream)
     os.kill(pid, signal.SIGKILL)
-    for session, decode in zip(sessions, decodes, strict=True):
-        replies = client.replies(decode)
-        error = replies[-1]["error"]
-        assert error["code"] == "engine_lost"
-        assert "SIGKILL" in error["message"]
-        # Every token that was shown is kept, and no other.
-        assert error["details"]["length"] == 3 + len(replies) - 1
-        info = client.ask("info", session=session)
-        assert (info["length"], info["tier"], info["state"]) == (3 + len(replies) - 1, "tokens", "idle")
-
-    for number, session in enumerate(sessions):
-        before = client.ask("info", session=session)["length"]
-        assert client.ask("decode", session=session, max_tokens=2)["length"] == before + 2
-        assert client.ask("tokens", session=session)["tokens"][0] == number
-        assert client.ask("info", session=session)["tier"] == "resident"
-    rig.until(lambda broker: broker.supervisor.engine("toy").gauges.get("adopted") == 3)
-    health = client.ask("stats")["models"][0]
-    assert (health["state"], health["deaths"], health["starts"]) == ("ready", 1, 2)
+    for stream in streams:
+        replies = client.replies(stream, 30.0)
+        assert tokens_told(replies) == replies[-1]["tokens"] == list(range(3, 303))
+        assert (replies[-1]["finish"], replies[-1]["length"]) == ("length", 303)
+        assert replies[-1]["text"] == "x" * 300
+        told = [reply for reply in replies if reply["kind"] == "event"]
+        assert [event["event"] for event in told] == ["engine_lost", "engine_recovered"]
+        at = replies.index(told[0])
+        assert replies[at + 1] is told[1]
+        assert told[0]["details"]["length"] == told[1]["details"]["length"] == 3 + at
+        assert told[0]["details"]["reason"]
+    assert client.final(whole)["tokens"] == list(range(1, 301))
+    assert client.final(sync)["length"] == 200 * CHUNK
+    assert len(client.final(fork)["sessions"]) == 2
+    health = client.ask("stats")
+    model = health["models"][0]
+    assert (model["state"], model["deaths"], model["starts"]) == ("ready", 1, 2)
+    assert health["counters"]["requests_resumed"] >= 5
     client.ask("cancel", request=watch)
-    events = [event["event"] for event in client.replies(watch)[:-1]]
-    assert events[-2:] == ["engine_lost", "engine_recovered"]
+    events = [event for event in client.replies(watch)[:-1] if event["event"].startswith("engine_")]
+    assert [event["event"] for event in events][-2:] == ["engine_lost", "engine_recovered"]
+    assert events[-2]["details"]["requests"] == events[-1]["details"]["requests"] >= 5
+
+
+def test_requests_that_were_to_end_end_with_their_worker(rig: Rig) -> None:
+    """A cancelled stream with the tokens and text that it told; a cancelled sync with nothing done."""
+    client, gone_soon = rig.client("app"), rig.client("app")
+    pid = ready(rig)
+    session, synced, closed = client.open(), client.open(), client.open()
+    left = gone_soon.open([5, 6], name="left")
+    streams = [client.send("decode", session=each, max_tokens=100_000) for each in (session, closed)]
+    for stream in streams:
+        client.begun(stream)
+    gone_soon.begun(gone_soon.send("decode", session="left", max_tokens=100_000))
+    os.kill(pid, signal.SIGSTOP)
+    sync = client.send("sync", session=synced, tokens=[1, 2, 3, 4])
+    close = client.send("close", session=closed)
+    for request_id in (streams[0], sync):
+        assert client.ask("cancel", request=request_id)["cancelled"] is True
+    gone_soon.close()
+    rig.until(lambda broker: broker.metrics.counters()["clients_vanished"] == 1)
+    os.kill(pid, signal.SIGKILL)
+    replies = client.replies(streams[0])
+    final = replies[-1]
+    assert final["finish"] == "cancelled"
+    assert final["tokens"] == tokens_told(replies) == list(range(3, 3 + len(final["tokens"])))
+    assert (final["text"], final["length"]) == ("x" * len(final["tokens"]), 3 + len(final["tokens"]))
+    assert client.ask("tokens", session=session)["tokens"] == [1, 2, 3, *final["tokens"]]
+    assert (client.final(sync)["finish"], client.ask("info", session=synced)["length"]) == ("cancelled", 3)
+    assert client.final(streams[1])["finish"] == "cancelled"
+    assert client.final(close)["kind"] == "result"
+    rig.until(lambda broker: broker.catalog.get(left).running is None)  # type: ignore[union-attr]
+    assert client.ask("info", session="left")["length"] > 2
+    assert rig.look(lambda broker: broker.metrics.counters()["requests_resumed"]) == 0
+
+
+def test_what_goes_on_can_be_cancelled_before_there_is_a_worker(start_broker: StartBroker) -> None:
+    """It keeps what it told; one that isn't streamed told nothing, and its session is as it was."""
+    patience = Patience(restart_first_s=30.0, restart_most_s=30.0, hold_s=0.3)
+    rig = start_broker(patience=patience)
+    client = rig.client()
+    session, other, third = client.open(), client.open(), client.open()
+    stream = client.send("decode", session=session, max_tokens=100_000)
+    whole = client.send("decode", session=other, max_tokens=100_000, stream=False)
+    replaced = client.send("decode", session=third, max_tokens=100_000)
+    client.begun(stream)
+    client.begun(replaced)
+    rig.until(lambda broker: broker.catalog.get(other).length > 3)  # type: ignore[union-attr]
+    os.kill(ready(rig), signal.SIGKILL)
+    rig.until(lambda broker: broker.supervisor.engine("toy").deaths == 1)
+    assert client.ask("info", session=session)["state"] == "queued"  # a new one would not wait so long
+    assert client.refusal("open", tokens=[1])["code"] == "engine_lost"
+    for request_id in (stream, whole):
+        assert client.ask("cancel", request=request_id)["cancelled"] is True
+    replies = client.replies(stream)
+    assert replies[-1]["finish"] == "cancelled"
+    assert replies[-1]["tokens"] == tokens_told(replies) != []
+    final = client.final(whole)
+    assert (final["finish"], final["tokens"], final["text"], final["length"]) == ("cancelled", [], "", 3)
+    assert client.ask("info", session=other)["length"] == 3
+    sync = client.send("sync", session=third, tokens=[1])
+    assert client.final(replaced)["finish"] == "cancelled"
+    assert client.final(sync)["error"]["code"] == "engine_lost"
+    assert client.ask("info", session=third)["state"] == "idle"
 
 
 def test_exactly_one_final_reply_whenever_the_worker_dies(start_broker: StartBroker) -> None:
@@ -98,20 +169,43 @@ def test_exactly_one_final_reply_whenever_the_worker_dies(start_broker: StartBro
         assert session["state"] == "idle"
 
 
-def test_a_session_whose_tokens_kill_the_worker_does_not_kill_the_daemon(rig: Rig) -> None:
+def test_a_session_whose_tokens_kill_the_worker_is_put_in_quarantine(rig: Rig) -> None:
+    """B61: after three deaths, the last of them alone. Others lose nothing; another content lifts it."""
     client = rig.client()
     session, other = client.open([1]), client.open([2])
-    lost = client.ask("prefill", session=session, tokens=[1] * 64 + [DIE])
-    assert lost["error"]["details"]["length"] == client.ask("info", session=session)["length"]
-    assert client.ask("decode", session=other, max_tokens=1)["length"] == 2
-    opening = client.ask("open", tokens=[DIE], name="x")
-    assert (opening["error"]["code"], opening["error"]["details"]["length"]) == ("engine_lost", 0)
+    beside = client.send("decode", session=other, max_tokens=600)
+    client.begun(beside)
+    error = client.refusal("prefill", session=session, tokens=[1] * CHUNK + [DIE])
+    assert (error["code"], error["details"]["length"]) == ("engine_lost", 1)
+    assert client.final(beside, 30.0)["tokens"] == list(range(1, 601))
+    deaths = rig.look(lambda broker: broker.supervisor.engine("toy").deaths)
+    assert DEATHS_MAX <= deaths <= DEATHS_MAX + 1
+    info = client.ask("info", session=session)
+    assert "3 times" in info["quarantined"] or "4 times" in info["quarantined"]
+    assert client.ask("stats")["gauges"]["quarantined"] == 1
+    for op, arguments in (("decode", {"max_tokens": 1}), ("prefill", {"tokens": [1]}), ("fork", {"n": 1})):
+        refused = client.refusal(op, session=session, **arguments)
+        assert (refused["code"], refused["message"]) == ("engine_lost", info["quarantined"])
+    assert client.ask("tokens", session=session)["tokens"] == [1]
+    assert rig.look(lambda broker: broker.supervisor.engine("toy").deaths) == deaths
+    assert client.ask("sync", session=session, tokens=[3, 4])["length"] == 2
+    assert "quarantined" not in client.ask("info", session=session)
+    assert client.ask("decode", session=session, max_tokens=1)["length"] == 3
+
+
+def test_an_open_whose_tokens_kill_the_worker_leaves_nothing(rig: Rig) -> None:
+    client = rig.client()
+    error = client.refusal("open", tokens=[DIE], name="x")
+    assert (error["code"], error["details"]["length"]) == ("engine_lost", 0)
+    assert rig.look(lambda broker: broker.supervisor.engine("toy").deaths) == DEATHS_MAX
+    assert client.ask("list")["sessions"] == []
     assert client.open(name="x")  # the name is free again
 
 
 def test_a_worker_that_hangs_is_reported_then_replaced(start_broker: StartBroker) -> None:
-    """B60: silence is told within the stated time; later the worker is ended and its requests with it."""
-    rig = start_broker(patience=Patience(silence_s=1.5, hang_s=3.5, restart_first_s=0.05))
+    """B60: silence is told within the stated time, then its stacks are logged, then it is ended. The request
+    that hangs every worker is refused in the end, and the one beside it is served."""
+    rig = start_broker(patience=Patience(silence_s=1.2, hang_s=1.6, stacks_s=0.3, restart_first_s=0.05))
     client = rig.client()
     watch = client.send("watch")
     session, other = client.open(), client.open()
@@ -119,10 +213,13 @@ def test_a_worker_that_hangs_is_reported_then_replaced(start_broker: StartBroker
     beside = client.send("decode", session=other, max_tokens=1)
     rig.until(lambda broker: broker.supervisor.engine("toy").silent)
     assert client.ask("stats")["models"][0]["state"] == "silent"
-    for request_id in (stuck, beside):
-        error = client.final(request_id)["error"]
-        assert error["code"] == "engine_lost"
-        assert "no sign of life" in error["message"]
+    error = client.final(stuck, 30.0)["error"]
+    assert error["code"] == "engine_lost"
+    assert "no sign of life" in error["message"]
+    assert client.final(beside)["finish"] == "length"
+    said = [entry["line"] for entry in rig.entries() if entry["event"] == "engine says"]
+    assert any("most recent call first" in line for line in said)
+    assert any(" in fill" in line for line in said)  # where it hangs
     assert client.ask("decode", session=other, max_tokens=1)["finish"] == "length"
     client.ask("cancel", request=watch)
     events = [event["event"] for event in client.replies(watch)[:-1]]
@@ -134,8 +231,9 @@ def test_a_worker_that_hangs_is_reported_then_replaced(start_broker: StartBroker
 def test_a_worker_that_makes_no_sense_is_replaced(rig: Rig) -> None:
     client = rig.client()
     session = client.open()
-    error = client.ask("prefill", session=session, tokens=[BABBLE])["error"]
+    error = client.refusal("prefill", session=session, tokens=[BABBLE])
     assert (error["code"], error["details"]["length"]) == ("engine_lost", 3)
+    assert client.ask("trim", session=session, to=3)["length"] == 3
     assert client.ask("decode", session=session, max_tokens=1)["finish"] == "length"
     assert any(entry["event"] == "engine link broken" for entry in rig.entries())
 
@@ -338,7 +436,7 @@ def test_a_worker_that_will_not_stop_does_not_hold_the_daemon(rig: Rig) -> None:
     time.sleep(0.1)
     os.kill(pid, signal.SIGSTOP)
     assert rig.stop() < 5.0
-    assert client.final(stuck)["error"]["code"] == "engine_lost"
+    assert client.final(stuck)["finish"] == "cancelled"
     assert gone(pid)
 
 
