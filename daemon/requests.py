@@ -32,6 +32,9 @@ from stateroom.client.wire import DecodeError, decode_request, field_types, wire
 
 ENVELOPE = ("v", "id", "op")
 SHOWN_MAX = 64  # characters of a caller's own word that an error repeats
+NO_ARGUMENT = "(no argument)"  # in the log, for a caller's own word
+
+_arguments: set[str] = {*ENVELOPE}
 
 
 class Refused(Exception):
@@ -98,6 +101,7 @@ def _translate(annotation: Any) -> Any:
 def _model(message: type[Any]) -> type[BaseModel]:
     annotations = field_types(message)  # type: ignore[arg-type]  # a class is hashable
     names = wire_names(message)  # type: ignore[arg-type]
+    _arguments.update(names.values())
     made: dict[str, Any] = {}
     for f in fields(message):
         alias = names[f.name]
@@ -112,6 +116,13 @@ def _build(message: type[Any], checked: BaseModel) -> Any:
 
 
 _MODELS: dict[str, type[BaseModel]] = {op: _model(known.request) for op, known in OPERATIONS.items()}
+
+
+def loggable(field: str | None) -> str | None:
+    """An error's field as the log may have it: a word of the protocol's, never one of the caller's."""
+    if field is None or all(part in _arguments or part.isdigit() for part in field.split(".")):
+        return field
+    return NO_ARGUMENT
 
 
 def _shown(word: Any) -> str:

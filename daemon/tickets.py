@@ -34,6 +34,7 @@ from stateroom.daemon.logs import Rate
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer, Peers
 from stateroom.daemon.quotas import Quotas
+from stateroom.daemon.requests import loggable
 
 SESSION_SHOWN = 8  # characters of a session id in the log: enough to follow it, too few to use it
 REFUSALS_LOGGED_PER_S = 20  # of frames that never became a request: a broken client must not fill the disk
@@ -197,7 +198,7 @@ class Tickets:
                 op=op,
                 owner=peer.app,
                 code=error.code,
-                field=error.field,
+                field=loggable(error.field),
                 ms=0.0,
                 unlogged=unlogged,
             )
@@ -262,5 +263,5 @@ def _figures(body: Body) -> dict[str, object]:
             "length": body.length,
         }
     if isinstance(body, ErrorBody):
-        return {"field": body.field} if body.field else {}
+        return {"field": loggable(body.field)} if body.field else {}
     return {}

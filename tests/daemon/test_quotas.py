@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,3 +226,23 @@ def test_what_is_left_over_when_all_is_closed_is_nothing(rig: Rig) -> None:
     editor.refusal("prefill", session=session, tokens=[1] * 100)
     editor.ask("close", session=session)
     rig.until(lambda broker: len(broker.catalog.quotas) == 0)
+
+
+def test_snapshots_of_an_app_are_bounded_and_what_is_forgotten_is_room_again(
+    start_broker: StartBroker, tmp_path: Path
+) -> None:
+    """What is saved counts by its bytes on disk; what the daemon keeps by itself doesn't."""
+    state = tmp_path / "state"
+    state.mkdir(mode=0o700)
+    rig = start_broker(state_dir=state, quotas={"editor": Quota(disk=1)})
+    editor, other = rig.client("editor"), rig.client("other")
+    assert quota_of(editor.refusal("save", session=editor.open(), snapshot="plan")) == "disk"
+    assert quota_of(editor.refusal("import", snapshot="plan", total=2, data=b"x")) == "disk"
+    assert editor.ask("snapshots")["snapshots"] == []
+    session = other.open()
+    other.ask("park", session=session)
+    saved = other.ask("save", session=session, snapshot="plan")
+    held = rig.look(lambda broker: broker.catalog.quotas.held("other", "disk"))
+    assert held == saved["bytes"] > 0
+    other.ask("forget", snapshot="plan")
+    assert rig.look(lambda broker: broker.catalog.quotas.held("other", "disk")) == 0

@@ -34,7 +34,7 @@ from stateroom.client.protocol import (
     Sampling,
 )
 from stateroom.client.wire import encode_request
-from stateroom.daemon.requests import Parsed, Refused, parse
+from stateroom.daemon.requests import NO_ARGUMENT, Parsed, Refused, loggable, parse
 
 DECODE = {"op": "decode", "session": "s", "max_tokens": 3}
 OPEN = {"op": "open"}
@@ -297,3 +297,22 @@ def test_any_arguments_give_a_request_or_a_named_error(op: str, arguments: dict[
 def test_any_bytes_are_refused_by_name(raw: bytes) -> None:
     with pytest.raises(Refused):
         parse(raw)
+
+
+@pytest.mark.parametrize(
+    ("field", "logged"),
+    [
+        (None, None),
+        ("session", "session"),
+        ("messages.0.content", "messages.0.content"),
+        ("sampling.logit_bias.12", "sampling.logit_bias.12"),
+        ("speculate.model", "speculate.model"),
+        ("my secret", NO_ARGUMENT),
+        ("sampling.my secret", NO_ARGUMENT),
+        ("messages.0.secret", NO_ARGUMENT),
+        ("", NO_ARGUMENT),
+    ],
+)
+def test_the_log_has_no_word_of_the_callers(field: str | None, logged: str | None) -> None:
+    """A misspelt argument is named to its caller, and to nobody else: it may be a text gone astray."""
+    assert loggable(field) == logged
