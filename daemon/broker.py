@@ -38,6 +38,7 @@ from stateroom.daemon.sockets import PublicSocket
 from stateroom.daemon.store.rows import ModelRow
 from stateroom.daemon.supervisor import Supervisor
 from stateroom.daemon.tickets import Tickets
+from stateroom.daemon.unloading import Unloading
 from stateroom.daemon.watchers import Watchers
 from stateroom.daemon.work import Work
 
@@ -91,7 +92,10 @@ class Broker:
             config.kv_budget_bytes, clock, log, lambda event: self.watchers.publish(event), level
         )
         self.supervisor = Supervisor(config, self._context, clock, self.metrics, log, blas, self.memory)
-        self.watchers = Watchers(self.tickets, clock, lambda: self.desk.stats(), self._watch_alarm.ring_in)
+        self.watchers = Watchers(
+            self.tickets, clock, lambda owner: self.desk.stats(owner), self._watch_alarm.ring_in
+        )
+        self.unloading = Unloading(self.supervisor, self.tickets, clock, log, config.unload_after_s)
         self.archive = Archive(
             self.catalog, self.watchers.publish, self._discard, keeps=config.state_dir is not None
         )
@@ -180,6 +184,7 @@ class Broker:
             self.carriage.expire()
         self.memory.tick()
         self.supervisor.tick()
+        self.unloading.tick()
         if self.desk.admitting:
             self.work.look_round()
 

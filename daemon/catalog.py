@@ -422,6 +422,17 @@ class Catalog:
         session.used_s = self._clock()
         self.record(session)
 
+    def lease(self, session: Session, ttl_s: float | None) -> float | None:
+        """Keeps a session for so long after its last use, which this is; None: until it is closed.
+
+        Gives when it would end. Raises `NotFound` for one that is being closed.
+        """
+        if session.state in (SessionState.ENDING, SessionState.CLOSING):
+            raise NotFound("The session is being closed.", field="session")
+        session.ttl_s = ttl_s
+        self.touch(session)
+        return session.expires_in_s(self._clock())
+
     def expired(self) -> list[Session]:
         """Idle sessions that nobody used for their `ttl_s`."""
         now_s = self._clock()

@@ -28,7 +28,9 @@ class Patience:
     load_s: float = 900.0  # a worker that has not said a word of its model is ended; clients wait longer
     silence_s: float = 10.0  # a ready worker without a pulse for so long is reported as silent
     hang_s: float = 120.0  # and is ended after this; one prefill chunk on a slow CPU may take a minute
-    stop_s: float = 5.0  # for a worker to leave when its model is unloaded; then SIGTERM
+    stacks_s: float = 1.0  # between: to write where its threads are, or to show that it lives
+    unload_park_s: float = 30.0  # for a worker to save sessions when its model is unloaded
+    stop_s: float = 5.0  # and then to leave; then SIGTERM
     term_s: float = 1.0  # from SIGTERM to SIGKILL
     restart_first_s: float = 0.25  # pause before the first restart, doubled with each
     restart_most_s: float = 30.0
@@ -60,7 +62,8 @@ class Config:
     insecure_loopback: bool = False  # tcp:// without keys, on this machine alone
     models: tuple[ModelSpec, ...] = ()  # loaded at start; the first is the default
     allow_any_model: bool = False  # clients may name paths and Hugging Face ids
-    kv_budget_bytes: int | None = None
+    kv_budget_bytes: int | None = None  # of all workers together; None: by the machine
+    unload_after_s: float | None = None  # a model that nobody used for so long is unloaded; None: never
     quotas: Mapping[str, Quota] = field(default_factory=dict)  # by app, and "default"
     weights: tuple[tuple[str, float], ...] = ()  # of apps whose part of a device isn't 1
     gap_ms: float | None = None  # of running streams; None: by the device

@@ -40,6 +40,8 @@ from stateroom.client.protocol import (
     Import,
     Info,
     InfoResult,
+    Lease,
+    LeaseResult,
     List,
     Load,
     ModelInfo,
@@ -213,7 +215,7 @@ class Desk:
         elif isinstance(request, List):
             self._tickets.reply(ticket, self._list(peer.app))
         elif isinstance(request, Stats):
-            self._tickets.reply(ticket, self.stats())
+            self._tickets.reply(ticket, self.stats(peer.app))
         elif isinstance(request, Cancel):
             self._cancel(ticket, peer, request)
         elif isinstance(request, Watch):
@@ -240,6 +242,11 @@ class Desk:
             if isinstance(request, Info):
                 ticket.session = session
                 self._tickets.reply(ticket, InfoResult(info=self._info(session)))
+            elif isinstance(request, Lease):
+                ticket.session = session
+                self._tickets.reply(
+                    ticket, LeaseResult(expires_in_s=self._catalog.lease(session, request.ttl_s))
+                )
             elif isinstance(request, Park) and session.state is SessionState.IDLE and not session.resident:
                 ticket.session = session
                 self._tickets.reply(ticket, _parked(session))
@@ -352,8 +359,8 @@ class Desk:
         else:
             self._work.unload(ticket, engine)
 
-    def stats(self) -> StatsResult:
-        """Counters since start, gauges of now."""
+    def stats(self, owner: str) -> StatsResult:
+        """Counters since start, gauges of now. Of what is told by owner: this one's."""
         lasting = [ticket for ticket in self._tickets if not isinstance(ticket.request, AT_ONCE)]
         held = sum(ticket.state is RequestState.HELD for ticket in lasting)
         sessions = [session for session in self._catalog if session.published_as is None]
@@ -378,7 +385,7 @@ class Desk:
         }
         for more in self.more_gauges:
             gauges |= more()
-        models = [engine.health() for engine in self._supervisor.engines]
+        models = [engine.health(owner) for engine in self._supervisor.engines]
         return StatsResult(counters=self._metrics.counters(), gauges=gauges, models=models)
 
 

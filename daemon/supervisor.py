@@ -29,6 +29,7 @@ from stateroom.daemon.config import Config, ModelSpec
 from stateroom.daemon.lifecycle import ENGINES, EngineEvent, EngineState, after
 from stateroom.daemon.link import (
     Answer,
+    Command,
     Failed,
     FromWorker,
     Journals,
@@ -49,7 +50,8 @@ from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.sockets import LinkSocket
 
 LINE_BYTES_MAX = 8_192  # of what a worker writes to stderr; a longer line is broken up
-LAST_LINES = 20  # of a dead worker's stderr that go with the news of its death
+LAST_LINES = 40  # of a dead worker's stderr that go with the news of its death
+OF_OWNER = "device_ms."  # with the owner's name behind it: a gauge that is told to that one
 DRAIN_S = 0.05  # after its death, for what it said last to arrive
 
 
@@ -79,9 +81,10 @@ class Engine:
         self.failure: str | None = None
         self.starts = self.deaths = 0
         self.pid: int | None = None
-        self.changed_s = self.pulse_s = supervisor.clock()
+        self.changed_s = self.pulse_s = self.used_s = supervisor.clock()
         self.silent = False
         self.retry_at_s = 0.0
+        self._asked_s: float | None = None  # when a worker that hangs was asked for its stacks
         self._supervisor = supervisor
         self._link: LinkSocket | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -100,6 +103,10 @@ class Engine:
         return self.state is EngineState.READY
 
     @property
+    def _waits(self) -> bool:
+        return self.state is EngineState.WAITING
+
+    @property
     def stopping(self) -> bool:
         """It is on its way out, or out, because it was asked to."""
         return self.state in (EngineState.STOPPING, EngineState.STOPPED)
@@ -113,9 +120,11 @@ class Engine:
             id=self.id, loaded=self.ready, context=known.context, vocab=known.vocab, kinds=known.kinds
         )
 
-    def health(self) -> dict[str, Any]:
-        """What `stats` says of it."""
+    def health(self, owner: str) -> dict[str, Any]:
+        """What `stats` says of it to an owner, who isn't told how much others use it, or who they are."""
         now_s = self._supervisor.clock()
+        own = f"{OF_OWNER}{owner}"
+        gauges = {name: n for name, n in self.gauges.items() if name == own or not name.startswith(OF_OWNER)}
         return {
             "id": self.id,
             "state": "silent" if self.ready and self.silent else self.state.value,
@@ -124,9 +133,10 @@ class Engine:
             "deaths": self.deaths,
             "since_s": round(now_s - self.changed_s, 1),
             "pulse_age_s": round(now_s - self.pulse_s, 1) if self.ready else None,
+            "retry_in_s": round(max(self.retry_at_s - now_s, 0.0), 1) if self._waits else None,
             "failure": self.failure,
             "facts": self.facts,
-            "gauges": self.gauges,
+            "gauges": gauges,
         }
 
     def advance(self, event: EngineEvent) -> None:
@@ -135,15 +145,26 @@ class Engine:
 
     def send(self, message: ToWorker) -> None:
         """Sends to the worker. One that no longer reads is ended, which fails what it had."""
+        if isinstance(message, Command) and message.request.op != "verify":  # that may be the daemon's own
+            self.used_s = self._supervisor.clock()
         if self._link is not None and not self._link.send(encode_to_worker(message)):
             self.kill("it did not read what it was sent")
 
     def kill(self, why: str, how: signal.Signals = signal.SIGKILL) -> None:
         """Ends the process; `on_down` follows once it is gone."""
         self._ending = self._ending or why  # one that is only just being started is ended then
+        self._signal(how)
+
+    def _signal(self, which: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(how)
+                self._process.send_signal(which)
+
+    def leaves(self, why: str) -> None:
+        """It is to stop, and that is no failure."""
+        self.advance(EngineEvent.STOP)
+        if self._process is not None:  # else it would be ended as soon as there is one
+            self._ending = why
 
     def begin(self) -> None:
         """Starts a process; the state follows when it speaks or ends."""
@@ -151,7 +172,7 @@ class Engine:
         self.generation = self._supervisor.next_generation()
         self.starts += 1
         self._supervisor.metrics.count("engine_starts")
-        self.pid, self.failure, self._ending, self.silent = None, None, "", False
+        self.pid, self.failure, self._ending, self.silent, self._asked_s = None, None, "", False, None
         self._believed = True
         self.gauges = {}
         self._supervisor.memory.begin(self)
@@ -238,7 +259,7 @@ class Engine:
 
     def _take(self, message: FromWorker) -> None:
         supervisor = self._supervisor
-        self.pulse_s, self.silent = supervisor.clock(), False
+        self.pulse_s, self.silent, self._asked_s = supervisor.clock(), False, None
         if isinstance(message, Answer):
             supervisor.listener.on_answer(self, message)
         elif isinstance(message, Journals):
@@ -253,6 +274,7 @@ class Engine:
                 return  # asked to stop while it loaded
             self.advance(EngineEvent.READY)
             self.known, self.facts = message.model, message.facts
+            self.used_s = supervisor.clock()
             supervisor.memory.ready(self)
             supervisor.log.info("engine ready", model=self.id, pid=self.pid, **message.facts)
             supervisor.listener.on_kept(self, message.kept, message.broken)
@@ -298,11 +320,23 @@ class Engine:
         elif self.state is EngineState.FAILED and now_s - self.changed_s > patience.stop_s:
             self.kill("it stayed after it had failed")
         elif self.ready and now_s - self.pulse_s > patience.hang_s:
-            self.kill(f"it gave no sign of life for {patience.hang_s:g} s")
+            self._hangs(now_s)
         elif self.ready and not self.silent and now_s - self.pulse_s > patience.silence_s:
             self.silent = True
             supervisor.log.warning("engine silent", model=self.id, pid=self.pid)
             supervisor.listener.on_silent(self, now_s - self.pulse_s)
+
+    def _hangs(self, now_s: float) -> None:
+        """Asks a worker for its stacks, and ends it if it still says nothing after that."""
+        supervisor, stacks_s = self._supervisor, self._supervisor.config.patience.stacks_s
+        if self._asked_s is None:
+            self._asked_s = now_s
+            supervisor.log.error("engine hangs", model=self.id, pid=self.pid)
+            # Python's own handler writes them to stderr, of 100 threads and 100 frames at the most.
+            self._signal(signal.SIGUSR1)
+            asyncio.get_running_loop().call_later(stacks_s, self.tick)
+        elif now_s - self._asked_s >= stacks_s:
+            self.kill(f"it gave no sign of life for {supervisor.config.patience.hang_s:g} s")
 
     async def stop(self, leave_s: float, term_s: float, park_s: float = 0.0) -> None:
         """Asks the worker to park its sessions and leave, then insists. Returns once it is gone."""
@@ -380,10 +414,11 @@ class Supervisor:
         if engine.state is EngineState.STOPPED:
             engine.begin()
 
-    def unload(self, engine: Engine) -> None:
-        """Begins to stop an engine, which takes no more from here on; `on_down` follows."""
-        engine.advance(EngineEvent.STOP)
-        self.spawn(engine.stop(self.config.patience.stop_s, self.config.patience.term_s))
+    def unload(self, engine: Engine, why: str = "") -> None:
+        """Begins to stop an engine, which takes no more from here on; `on_down` follows, with the reason."""
+        engine.leaves(why)
+        patience = self.config.patience
+        self.spawn(engine.stop(patience.stop_s, patience.term_s, patience.unload_park_s))
 
     def tick(self) -> None:
         for engine in self.engines:

@@ -21,13 +21,16 @@ class _Watcher:
 
 
 class Watchers:
-    """The watches that go on, by rid. `wake(s)` asks for a `tick` in so many seconds."""
+    """The watches that go on, by rid.
+
+    `stats(owner)` tells the figures; `wake(s)` asks for a `tick` in so many seconds.
+    """
 
     def __init__(
         self,
         tickets: Tickets,
         clock: Clock,
-        stats: Callable[[], StatsResult],
+        stats: Callable[[str], StatsResult],
         wake: Callable[[float], None],
     ) -> None:
         self._tickets, self._clock, self._stats, self._wake = tickets, clock, stats, wake
@@ -63,7 +66,7 @@ class Watchers:
         for watcher in list(self._watchers.values()):
             if watcher.stats_every_s is not None and now_s >= watcher.stats_due_s:
                 watcher.stats_due_s = now_s + watcher.stats_every_s
-                self._tell(watcher, Event(event="stats", details=to_wire(self._stats())))
+                self._tell(watcher, Event(event="stats", details=to_wire(self._stats(watcher.ticket.owner))))
         due_s = min((w.stats_due_s for w in self._watchers.values() if w.stats_every_s), default=None)
         if due_s is not None:
             self._wake(max(0.0, due_s - now_s))

@@ -22,6 +22,7 @@ from stateroom.daemon.models import models_dir
 
 MIN_VERIFY_HOURS = 0.01
 
+UNLOAD_AFTER_S = 3_600.0
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -47,10 +48,14 @@ def serve(
     kv_budget: Annotated[
         str | None,
         typer.Option(
-            help="The most KV that each model's sessions may take, like 8GiB. Checked when a request is "
-            "admitted: for a decode, by its next 256 tokens."
+            help="The most KV that all sessions may take together, like 8GiB; idle ones move to disk before "
+            "it is passed. [three quarters of the memory, less weights and 1 GiB]"
         ),
     ] = None,
+    unload_after: Annotated[
+        float,
+        typer.Option(min=0.0, help="Seconds without a request until a model is unloaded; 0: never."),
+    ] = UNLOAD_AFTER_S,
     weight: Annotated[
         list[str] | None,
         typer.Option(help="APP=N: this app gets N times what others get of a device when they all wait."),
@@ -119,6 +124,7 @@ def serve(
         models=model_specs(model or [], models_dir()),
         allow_any_model=allow_any_model,
         kv_budget_bytes=parse_bytes(kv_budget) if kv_budget else None,
+        unload_after_s=unload_after or None,
         weights=parse_weights(weight or []),
         quotas=parse_quotas(quota or []),
         gap_ms=gap_ms,
