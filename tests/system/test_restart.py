@@ -82,7 +82,15 @@ def test_sessions_of_every_kind_go_on(
     assert {id for id in tokens if id in before_ready} == set(tokens)
     assert before_ready[small.id].ttl_s == 3600
     assert before_ready[branch.id].parents == [document.id]
+    parked = how is signal.SIGTERM
+    assert before_ready[document.id].tier == ("disk" if parked else "tokens")
+    assert (before_ready[document.id].disk_bytes > 0) is parked
     await_model(again)
+    received = room.session(document.id).prefill(tokens=[1]).receipt
+    length = len(tokens[document.id])
+    assert received.source == ("snapshot" if parked else "none")
+    assert received.prefilled == (1 if parked else length + 1)
+    tokens[document.id].append(1)
     for id, known in tokens.items():
         session = room.session(id)
         held = session.tokens().tokens
@@ -94,7 +102,7 @@ def test_sessions_of_every_kind_go_on(
         drawn = like.decode(8, ignore_eos=True).wait().tokens
     assert room.session(small.id).decode(8, ignore_eos=True).wait().tokens == drawn
     (fork,) = connect_to(again, "stranger").fork(trunk)
-    assert fork.tokens().tokens == tokens[document.id]
+    assert fork.tokens().tokens == tokens[document.id][:length]
     chat = room.session("chat")
     chat.prefill(messages=[{"role": "user", "content": "and again"}])
     assert "hello" in chat.tokens().text
