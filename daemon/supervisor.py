@@ -440,6 +440,8 @@ class Supervisor:
         made += ["--kv-budget", "0"]  # nothing, until it is told a `Budget`
         if config.state_dir is not None:
             made += ["--state", str(config.state_dir)]
+            for name, nbytes in (("bytes", config.disk_bytes_max), ("free", config.disk_free_bytes)):
+                made += [] if nbytes is None else [f"--disk-{name}", str(nbytes)]
         if config.gap_ms is not None:
             made += ["--gap-ms", str(config.gap_ms)]
         for app, weight in config.weights:

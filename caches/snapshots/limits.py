@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 BYTES_MAX = 32 * 2**30
-FREE_MIN_BYTES = 4 * 2**30  # what is left to everybody else on that disk
+FREE_MIN_BYTES = 4 * 2**30  # what is left to everybody else on that disk,
+FREE_MIN_PART = 20  # or so small a part of it, where that is less
 COUNT_MAX = 16_384  # one for each session that there can be
 
 
@@ -16,6 +17,11 @@ class Limits:
     bytes_max: int = BYTES_MAX
     free_min_bytes: int = FREE_MIN_BYTES
     count_max: int = COUNT_MAX
+
+
+def floor_of(disk_bytes: int) -> int:
+    """What is to stay free of a disk of that size, unless somebody says otherwise."""
+    return min(FREE_MIN_BYTES, disk_bytes // FREE_MIN_PART)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,17 @@ def serve(
     keep: Annotated[
         bool, typer.Option(help="Keep sessions on disk, so that they outlive the daemon.")
     ] = True,
+    disk: Annotated[
+        str | None,
+        typer.Option(
+            help="The most that one model's snapshots may take, like 32GiB; what the daemon keeps by itself "
+            "goes first, the oldest before others. [32GiB]"
+        ),
+    ] = None,
+    disk_free: Annotated[
+        str | None,
+        typer.Option(help="What snapshots leave free on their disk. [4GiB, on a small disk a twentieth]"),
+    ] = None,
     kv_budget: Annotated[
         str | None,
         typer.Option(
@@ -134,6 +145,8 @@ def serve(
         log_level=log_level,
         log_content=log_content,
         log_file=log_path(home_dir()),
+        disk_bytes_max=parse_bytes(disk) if disk else None,
+        disk_free_bytes=parse_bytes(disk_free) if disk_free else None,
     )
     raise typer.Exit(run(config))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from stateroom.caches.snapshots import fingerprint, weights
 from stateroom.caches.snapshots.library import Library
-from stateroom.caches.snapshots.limits import Limits
+from stateroom.caches.snapshots.limits import BYTES_MAX, Limits, floor_of
 from stateroom.caches.snapshots.places import library_of
 from stateroom.caches.snapshots.refusals import InUse
 from stateroom.daemon.engine.disk import Disk, kept_of
@@ -22,14 +23,20 @@ if TYPE_CHECKING:
 
 DIGESTS = "digests.json"  # checksums of weight files, below the state directory
 OFF = "off"
+WAIT_S, POLL_S = 5.0, 0.05  # for another process to let go of the library
 
 
-def begin(engine: Engine, state: Path | None, limits: Limits | None = None) -> str:
+def begin(
+    engine: Engine, state: Path | None, bytes_max: int | None = None, free_min_bytes: int | None = None
+) -> str:
     """Gives the engine its disk below `state`; says "on", or why there is none: it serves all the same."""
     if state is None:
         return f"{OFF}: no place was given for them"
     try:
-        library = Library(library_of(state, engine.loaded.id), limits)
+        library = _library(library_of(state, engine.loaded.id))
+        if free_min_bytes is None:
+            free_min_bytes = floor_of(shutil.disk_usage(library.folder).total)
+        library.limits = Limits(BYTES_MAX if bytes_max is None else bytes_max, free_min_bytes)
     except InUse:
         return f"{OFF}: another process has them open"
     except OSError as error:
@@ -37,6 +44,18 @@ def begin(engine: Engine, state: Path | None, limits: Limits | None = None) -> s
     model = model_of(engine.loaded, state / DIGESTS)
     engine.disk = Disk(engine, library, Files(), model, lambda: int(time.time() * 1000))
     return "on"
+
+
+def _library(folder: Path) -> Library:
+    """A worker whose daemon was killed leaves within a second: it may still be there."""
+    until_s = time.monotonic() + WAIT_S
+    while True:
+        try:
+            return Library(folder)
+        except InUse:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(POLL_S)
 
 
 def model_of(loaded: LoadedModel, digests: Path) -> Callable[[], Mapping[str, str]]:

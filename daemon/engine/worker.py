@@ -207,6 +207,8 @@ def main(
     model: Annotated[str, typer.Option()],
     model_id: Annotated[str, typer.Option()],
     state: Annotated[Path | None, typer.Option()] = None,
+    disk_bytes: Annotated[int | None, typer.Option()] = None,
+    disk_free: Annotated[int | None, typer.Option()] = None,
     kv_budget: Annotated[int | None, typer.Option()] = None,
     gap_ms: Annotated[float | None, typer.Option()] = None,
     weight: Annotated[list[str] | None, typer.Option()] = None,
@@ -242,7 +244,7 @@ def main(
             weights=weights_of(weight or []),
             rows_max=rows_max,
         )
-        snapshots = begin(engine, state)
+        snapshots = begin(engine, state, disk_bytes, disk_free)
     except Exception as error:
         if isinstance(error, ModelError):
             failed = Failed(str(error), error.permanent)
