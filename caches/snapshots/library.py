@@ -175,6 +175,10 @@ class Library(Reader):
         else:
             self._drop_runs(entry.runs)
 
+    def doubt(self, run: str) -> None:
+        """A run was found to be bad: it is looked at, and written anew, before another snapshot names it."""
+        self._seen_good.discard(run)
+
     # ------------------------------------------------------------ inside
 
     def _run_is_there(self, digest: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -43,9 +43,30 @@ def rebuild(
 
     Raises `Corrupt` for a manifest that is whole but tells what can't be; nothing was changed then.
     """
+    steps = rebuilding(content, empty, trunks, alive, samples)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            made: SessionCache = done.value
+            return made
+
+
+def rebuilding(
+    content: Content,
+    empty: SessionCache,
+    trunks: Trunks,
+    alive: Mapping[str, Trunk] | None = None,
+    samples: Sequence[SessionCache] = (),
+) -> Generator[None, None, SessionCache]:
+    """The same in steps of a tensor each, between which others may be served."""
     told = content.manifest
     file = Path(told.id) / "manifest"
-    taken = snapshot.Snapshot({t.name: tensor(t) for t in content.tail}, dict(told.facts))
+    arrays: dict[str, mx.array] = {}
+    for each in content.tail:
+        arrays[each.name] = tensor(each)
+        yield
+    taken = snapshot.Snapshot(arrays, dict(told.facts))
     try:
         cache = snapshot.restore(empty, taken)
     except ValueError as error:  # among them the caches' own `Mismatch`
@@ -54,24 +75,24 @@ def rebuild(
         raise Corrupt(file, f"tells of KV of {cache.offsets[0]} of {told.length} tokens")
     if any(run.store >= len(cache.stores) for run in told.runs):
         raise Corrupt(file, "tells of runs of a store that isn't there")
+    held: list[Trunk] = []
+    for run, plain in zip(told.runs, content.runs, strict=True):
+        held.append(
+            (alive or {})[run.digest] if plain is None else (yield from _trunk(run, plain, cache, file))
+        )
     for n, store in enumerate(cache.stores):
-        runs = [(run, plain) for run, plain in zip(told.runs, content.runs, strict=True) if run.store == n]
+        runs = [(run, trunk) for run, trunk in zip(told.runs, held, strict=True) if run.store == n]
         if wrong := _wrong_with(store, [run for run, _ in runs]):
             raise Corrupt(file, wrong)
         if isinstance(store, PackedRows):
-            held = [
-                (alive or {})[run.digest] if plain is None else _trunk(run, plain, store, file)
-                for run, plain in runs
-            ]
-            store.chains = (tuple(View(t, run.length) for t, (run, _) in zip(held, runs, strict=True)),)
-            for trunk, (run, plain) in zip(held, runs, strict=True):
-                if plain is not None:
-                    trunks.note(trunk, run.length, run.tensors)
+            store.chains = (tuple(View(trunk, run.length) for run, trunk in runs),)
     for sample in samples:
         if _signatures(sample) == _signatures(cache):
             for store, like in zip(cache.stores, sample.stores, strict=True):
                 if (kinds := _kinds(store)) and kinds != _kinds(like):
                     raise Corrupt(file, "tells of tensors that this model doesn't make")
+    for run, trunk in zip(told.runs, held, strict=True):
+        trunks.note(trunk, run.length, run.tensors)
     mx.eval(cache.arrays(), [plane for trunk in cache.trunks for plane in trunk.planes if plane is not None])
     return cache
 
@@ -91,7 +112,10 @@ def _wrong_with(store: Store, runs: Sequence[Run]) -> str | None:
     return None
 
 
-def _trunk(run: Run, plain: Sequence[Plain], store: PackedRows, file: Path) -> Trunk:
+def _trunk(run: Run, plain: Sequence[Plain], cache: SessionCache, file: Path) -> Generator[None, None, Trunk]:
+    store = cache.stores[run.store]
+    if not isinstance(store, PackedRows):
+        raise Corrupt(file, "tells of runs of recurrent states")
     planes: list[Plane] = [None] * len(store.planes)
     places = {str(place): place for place in range(len(planes))}
     for each in plain:
@@ -101,6 +125,7 @@ def _trunk(run: Run, plain: Sequence[Plain], store: PackedRows, file: Path) -> T
                 file, f"tells of a plane {each.name} of {each.shape} in a run of {run.length} tokens"
             )
         planes[places[each.name]] = tensor(each)
+        yield
     for plane, own in zip(planes, store.planes, strict=True):
         if own is not None and (plane is None or _kind(plane) != _kind(own)):
             raise Corrupt(file, "tells of runs of other planes than the tail's")

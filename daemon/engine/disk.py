@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from stateroom.caches.snapshots.content import Material
 from stateroom.caches.snapshots.library import Entry, Library
 from stateroom.caches.snapshots.manifest import About, Manifest, checksum
 from stateroom.caches.snapshots.materialise import materialising
-from stateroom.caches.snapshots.refusals import Missing, RunGone
+from stateroom.caches.snapshots.refusals import Corrupt, Missing, RunGone
 from stateroom.caches.snapshots.trunks import Trunks
 from stateroom.daemon.engine import shelf
 from stateroom.daemon.engine.fetching import Fetching
@@ -124,7 +125,8 @@ class Disk:
     @property
     def pressing(self) -> bool:
         """The next turn has something to do that needs no waiting."""
-        return self.files.ready or bool(self._keeps and self._writing < WRITING_MAX)
+        copies = bool(self._keeps) and self._writing < WRITING_MAX
+        return copies or self.files.ready or self.fetching.pressing
 
     def turn(self) -> None:
         """Once a turn of the loop: takes one thing that is done, and copies one tensor."""
@@ -196,9 +198,14 @@ class Disk:
         self._keeps.append(_Keep(session, then, name, old, held=True))
 
     def covering(self, session: Session) -> Kept | None:
-        """The automatic snapshot of a session, if the session holds no more KV than that."""
+        """The automatic snapshot of a session, if the session holds no more KV than that.
+
+        One with tokens that were trimmed since is written anew: what was taken back isn't to stay on disk.
+        """
         entry = self.library.entries.get(session.snapshot or "")
         if entry is None or not session.snapshot_sure or session.snapshot_length < session.stored:
+            return None
+        if entry.length > session.length and session.stored == session.snapshot_length:
             return None
         return kept_of(entry)
 
@@ -308,6 +315,13 @@ class Disk:
             self._owners.pop(session.snapshot, None)
             self.discard([session.snapshot])
             session.snapshot = None
+
+    def doubt(self, error: Corrupt) -> None:
+        """A file isn't what was written; a run that others name, too, is written anew with the next one."""
+        file = Path(error.file)
+        if file.parent.name == "runs":
+            self.trunks.gone(file.name)
+            self.library.doubt(file.name)
 
     def adopted(self, session: Session, snapshot: str | None) -> None:
         """A session comes with the snapshot that it had; of its tokens that may have some, and others."""

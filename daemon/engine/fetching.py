@@ -7,14 +7,14 @@ tokens are compared with the session's, and KV of those that both have is what t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from stateroom.caches.snapshots.content import Content
 from stateroom.caches.snapshots.manifest import Manifest
 from stateroom.caches.snapshots.materialise import kv_parts
-from stateroom.caches.snapshots.rebuild import rebuild
+from stateroom.caches.snapshots.rebuild import rebuilding
 from stateroom.caches.snapshots.refusals import Corrupt, Mismatch, Missing
 from stateroom.caches.trunk import Trunk
 from stateroom.daemon.engine import shelf
@@ -42,6 +42,7 @@ class Fetching:
         self._engine = engine
         self._disk = disk
         self._waiting: dict[int, _Fetch] = {}  # by rid
+        self._building: dict[_Fetch, Generator[None, None, None]] = {}  # of those, what was read
 
     @property
     def waiting(self) -> int:
@@ -77,13 +78,27 @@ class Fetching:
         self._waiting[fill.rid] = fetch
         self._disk.ask(lambda: self._disk.library.manifest(wanted), lambda found: self._found(fetch, found))
 
+    @property
+    def pressing(self) -> bool:
+        """Something was read, and is to become arrays."""
+        return bool(self._building)
+
     def turn(self) -> None:
-        """Once a turn of the loop: who was cancelled doesn't wait any longer."""
+        """Once a turn of the loop: makes an array of what was read; who was cancelled waits no longer."""
         for fetch in [each for each in self._waiting.values() if each.fill.cancelled]:
             self._leave(fetch)
             self._engine.filling.begin(fetch.fill)  # which ends it
+        if self._building:
+            fetch, steps = next(iter(self._building.items()))
+            try:
+                next(steps, None)
+            except Exception as error:
+                if not self.waits(fetch.fill):
+                    raise  # it was handed on
+                self._unread(fetch, error)
 
     def _leave(self, fetch: _Fetch) -> None:
+        self._building.pop(fetch, None)
         del self._waiting[fetch.fill.rid], self._engine.requests[fetch.fill.rid]
 
     def _found(self, fetch: _Fetch, found: Manifest | Exception) -> None:
@@ -108,39 +123,41 @@ class Fetching:
         if isinstance(content, Exception):
             self._unread(fetch, content)
             return
-        fill = fetch.fill
-        try:
-            loan = self._loan(fill, content, alive)
-        except Exception as error:
-            self._unread(fetch, error)
-            return
+        self._building[fetch] = self._build(fetch, alive, content)
+
+    def _build(
+        self, fetch: _Fetch, alive: Mapping[str, Trunk], content: Content
+    ) -> Generator[None, None, None]:
+        """Arrays of what was read, a step each; then the fill begins with KV of the tokens that both have."""
+        fill, runs = fetch.fill, content.manifest.runs
+        if fill.session.cache is not None:  # else both would be held
+            fill.apply()
+            fill.session.drop_kv()
+            fill.change = replace(fill.change, kv_keep=0)
+        alive = {**self._disk.trunks.alive(runs), **alive}  # others may have begun with them meanwhile
+        left = tuple(
+            None if run.digest in alive else plain for run, plain in zip(runs, content.runs, strict=True)
+        )
+        served = fill.session.served
+        cache = yield from rebuilding(
+            replace(content, runs=left), served.empty(), self._disk.trunks, alive, served.samples
+        )
+        loan = Session("", served, cache=cache)
+        common = common_prefix(content.tokens.tolist(), fill.tokens)
+        length = min(cache.offsets[0], common, fill.change.length - 1)
+        loan.go_back(reachable(cache, 0, loan.trail, length))
         if not loan.stored and not fetch.must:
             why = (
                 f"the snapshot's KV of {content.manifest.stored} tokens can't go back to those that are kept"
             )
             self._compute(fetch, why)
             return
-        self._leave(fetch)
         fill.borrow(loan, read=True)
         self._note(fetch, content)
-        if fill.session.cache is not None:
+        if fill.session.cache is not None:  # while it is still known what the fill has yet to take
             self._engine.memory.mark(fill.session, fill.session.cache, 0, every=1)
+        self._leave(fetch)
         self._engine.sharing.go_on(fill)
-
-    def _loan(self, fill: Fill, content: Content, alive: Mapping[str, Trunk]) -> Session:
-        """KV of the tokens that the snapshot and the fill have in common."""
-        session = fill.session
-        if session.cache is not None:  # else both would be held
-            fill.apply()
-            session.drop_kv()
-            fill.change = replace(fill.change, kv_keep=0)
-        served = session.served
-        loan = Session("", served)
-        loan.cache = rebuild(content, served.empty(), self._disk.trunks, alive, served.samples)
-        stored = loan.cache.offsets[0]
-        common = common_prefix(content.tokens.tolist(), fill.tokens)
-        loan.go_back(reachable(loan.cache, 0, loan.trail, min(stored, common, fill.change.length - 1)))
-        return loan
 
     def _note(self, fetch: _Fetch, content: Content) -> None:
         """What the snapshot covers of its session's tokens is known now."""
@@ -152,6 +169,8 @@ class Fetching:
 
     def _unread(self, fetch: _Fetch, error: Exception) -> None:
         """It can't be used: computed instead, unless it was asked for."""
+        if isinstance(error, Corrupt):
+            self._disk.doubt(error)
         if fetch.must:
             fill = fetch.fill
             self._leave(fetch)
