@@ -69,6 +69,7 @@ class Transcript(StreamState[TokenEvent, DecodeResult]):
         self._session = session
         self._tokens: list[int] = []
         self._texts: list[str] = []
+        self._events: list[Event] = []
 
     @property
     def tokens(self) -> list[int]:
@@ -82,10 +83,20 @@ class Transcript(StreamState[TokenEvent, DecodeResult]):
         final = self._inbox.final if self._inbox is not None else None
         return final.text if isinstance(final, DecodeResult) else "".join(self._texts)
 
+    @property
+    def events(self) -> list[Event]:
+        """What else happened to it so far, while the iteration went on.
+
+        When its engine stops, that is `engine_lost`, then `engine_recovered`; the next token follows.
+        """
+        return list(self._events)
+
     def _see(self, seen: Part | Result | StateroomError | ClientError) -> TokenEvent | None:
         if isinstance(seen, TokenEvent):
             self._tokens.extend(seen.tokens)
             self._texts.append(seen.text)
+        elif isinstance(seen, Event):
+            self._events.append(seen)
         self._session.note(seen)
         return super()._see(seen)
 

@@ -29,7 +29,7 @@ AGAIN = (
     "save", "park", "restore", "import",
 )  # fmt: skip
 # What isn't done with a session in quarantine: it would run the input that killed, or spread it.
-QUARANTINED = ("decode", "prefill", "score", "fork", "publish", "verify")
+QUARANTINED = ("decode", "prefill", "score", "fork", "publish", "save", "verify")
 LIFTS = ("sync", "trim")  # they give it another content
 
 

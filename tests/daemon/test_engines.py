@@ -170,7 +170,7 @@ def test_exactly_one_final_reply_whenever_the_worker_dies(start_broker: StartBro
 
 
 def test_a_session_whose_tokens_kill_the_worker_is_put_in_quarantine(rig: Rig) -> None:
-    """B61: after three deaths, the last of them alone. Others lose nothing; another content lifts it."""
+    """B52: after three deaths, the last of them alone. Others lose nothing; another content lifts it."""
     client = rig.client()
     session, other = client.open([1]), client.open([2])
     beside = client.send("decode", session=other, max_tokens=600)

@@ -75,7 +75,9 @@ class Turn:
 class Engine:
     """One worker's sessions and requests. `emit` takes every answer, in order."""
 
-    def __init__(self, emit: Callable[[Answer | Journals | Within], None], draw: random.Random, costs: Costs) -> None:
+    def __init__(
+        self, emit: Callable[[Answer | Journals | Within], None], draw: random.Random, costs: Costs
+    ) -> None:
         self.emit, self.draw, self.costs = emit, draw, costs
         self.pool = Pool(costs.budget_bytes)
         self.sessions: dict[str, Session] = {}

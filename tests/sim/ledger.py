@@ -139,7 +139,9 @@ class Ledger:
         elif isinstance(request, p.Sync):
             handle.tokens = before if length == len(before) else wanted[:length]
         elif isinstance(request, p.Trim):
-            must(not handle.sure or length in (len(before), len(wanted)), "a cancelled trim of another length")
+            must(
+                not handle.sure or length in (len(before), len(wanted)), "a cancelled trim of another length"
+            )
             handle.tokens = before[:length]
         else:
             must(not handle.sure or len(before) <= length <= len(wanted), "a cancelled prefill lost tokens")
