@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from stateroom.caches.layout import capacity_for
 from stateroom.daemon.engine.blas_threads import BlasThreads
 from stateroom.daemon.engine.fill import Fill, launch_together
 from stateroom.daemon.engine.score import Score
@@ -124,17 +125,30 @@ class Filling:
         if not pieces:
             return
         model = self._engine.loaded.model
+        together = self._together(pieces)
         try:
-            if len(pieces) == 1:
+            if len(together) > 1:
+                pieces = list(together)
+                arrays = launch_together(model, together)
+            else:
                 work, tokens = pieces[0]
                 pieces = [(work, work.piece(tokens))]
                 arrays = work.launch(model, pieces[0][1])
-            else:
-                arrays = launch_together(model, [(w, n) for w, n in pieces if isinstance(w, Fill)])
             mx.async_eval(arrays)
             self.quantum = Quantum(pieces, arrays)
         except Exception as error:
             self._pass_failed(pieces, error)
+
+    def _together(self, pieces: Sequence[tuple[Work, int]]) -> list[tuple[Fill, int]]:
+        """Those that share the pass; others come in a later one.
+
+        Not those that leave a checkpoint on their way, and nobody where padding takes what isn't there.
+        """
+        together = [(work, n) for work, n in pieces if isinstance(work, Fill) and work.piece(n) == n]
+        width = max((tokens for _, tokens in together), default=0)
+        padding = sum(_padding_bytes(fill, tokens, width) for fill, tokens in together)
+        shared = pieces[0] in together and self._engine.memory.has_room(padding)
+        return together if shared else []
 
     def _land(self) -> None:
         quantum, self.quantum = self.quantum, None
@@ -204,3 +218,11 @@ class Filling:
             self._engine.sharing.leave(work.session)
         known = not isinstance(work, Verify)
         self._engine.fail(work.rid, error, self._engine.journal(work.session, 0) if known else None)
+
+
+def _padding_bytes(fill: Fill, tokens: int, width: int) -> int:
+    """What a row takes besides when it is fed so many more than its tokens; its planes keep it."""
+    cache, caps = fill.session.cache, fill.session.served.caps
+    columns = cache.columns[0] if cache is not None else 0
+    more = capacity_for(columns + width) - capacity_for(columns + tokens)
+    return int(more * caps.bytes_per_token)

@@ -12,10 +12,11 @@ import pytest
 from tests.engine.harness import PROMPT, Bench, greedy
 from tests.tiny import make_tiny_model
 
+from stateroom.caches.checkpoints import Trail
 from stateroom.client import protocol as p
 from stateroom.client.limits import SESSIONS_MAX
 from stateroom.daemon.engine.model import LoadedModel
-from stateroom.daemon.engine.session import Session
+from stateroom.daemon.engine.session import CHECKPOINT_EVERY, Session
 from stateroom.daemon.link import Adopt
 from stateroom.daemon.scheduler.pace import Pace
 from stateroom.daemon.scheduler.places import SLICE_STEPS
@@ -249,6 +250,50 @@ def test_short_prompts_share_a_pass(passes: list[int], kv: p.KV | None) -> None:
         bench.check_law(body.session)
         bench.decode(body.session, 5, ignore_eos=True)
         bench.check_law(body.session)
+
+
+def prefilled(bench: Bench, sessions: list[str], lengths: list[int]) -> None:
+    """All at once, so many tokens each."""
+    requests = [
+        p.Prefill(session=session, tokens=[(31 * n + k) % 200 for k in range(length)])
+        for n, (session, length) in enumerate(zip(sessions, lengths, strict=True))
+    ]
+    bench.finish(*map(bench.start, requests))
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_padding_takes_no_more_than_there_is(passes: list[int], spare: bool) -> None:
+    """A row that comes to 250 tokens takes another step of columns when it is padded to 260."""
+    bench = Bench(make_tiny_model("llama"))
+    sessions = [bench.open([n, *range(199)]) for n in range(2)]
+    teach(bench)
+    step = bench.engine.schemes.dense.projected_bytes(256, 1)
+    budget = bench.engine.memory.budget_bytes = bench.engine.kv_bytes + (2 if spare else 1) * step
+    whole = bench.engine.step
+
+    def step_within() -> bool:
+        more = whole()
+        assert bench.engine.kv_bytes <= budget
+        return more
+
+    bench.engine.step = step_within  # type: ignore[method-assign]
+    prefilled(bench, sessions, [50, 60])
+    assert passes == ([2] if spare else [])
+    for session in sessions:
+        bench.check_law(session)
+
+
+def test_a_shared_pass_ends_where_a_checkpoint_is_due(passes: list[int]) -> None:
+    """At the same lengths in all sessions, that they may lend from."""
+    bench = Bench(make_tiny_model("gemma3_text"))
+    sessions = [bench.open([n, *range(199)]) for n in range(2)]
+    teach(bench)
+    for session in sessions:
+        bench.session(session).trail = Trail()  # as if their prompts hadn't ended there
+    prefilled(bench, sessions, [100, 100])
+    for session in sessions:
+        assert CHECKPOINT_EVERY in bench.session(session).trail.lengths
+        bench.check_law(session)
 
 
 def test_layers_that_cannot_be_trimmed_share_level_passes(passes: list[int]) -> None:
