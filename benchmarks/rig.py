@@ -88,7 +88,7 @@ class Rig:
             self._open.close()
             path = self.path(model)
             peer = self._open.enter_context(Peer(path))
-            self._sides = Sides(model, self._open.enter_context(self._daemon(path)), peer)
+            self._sides = Sides(model, self._open.enter_context(self.daemon(path)), peer)
         return self._sides
 
     def peer(self, model: Model) -> AbstractContextManager[Peer]:
@@ -126,11 +126,13 @@ class Rig:
         return path
 
     @contextmanager
-    def _daemon(self, model: Path) -> Iterator[Room]:
+    def daemon(self, model: Path, *options: str) -> Iterator[Room]:
+        """A private daemon that has the model loaded. `options`: more of `serve`."""
         folder = Path(tempfile.mkdtemp(dir=self.scratch))
         kept = {name: value for name, value in os.environ.items() if name != "STATEROOM_ENDPOINT"}
         own = {"STATEROOM_RUNTIME_DIR": str(folder / "run"), "STATEROOM_HOME": str(folder / "home")}
         command = [sys.executable, "-m", "stateroom.daemon.cli", "serve", "--model", str(model)]
+        command += options
         with open(folder / "log", "w+b") as log:
             process = subprocess.Popen(
                 command, env=kept | own, stdin=subprocess.DEVNULL, stdout=log, stderr=log
