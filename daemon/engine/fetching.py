@@ -20,6 +20,7 @@ from stateroom.caches.trunk import Trunk
 from stateroom.daemon.engine import shelf
 from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.session import Session, common_prefix, reachable
+from stateroom.daemon.engine.sharing import SHARE_MIN
 
 if TYPE_CHECKING:
     from stateroom.daemon.engine.disk import Disk
@@ -129,27 +130,28 @@ class Fetching:
         self, fetch: _Fetch, alive: Mapping[str, Trunk], content: Content
     ) -> Generator[None, None, None]:
         """Arrays of what was read, a step each; then the fill begins with KV of the tokens that both have."""
-        fill, runs = fetch.fill, content.manifest.runs
+        fill, told = fetch.fill, content.manifest
+        length = min(told.stored, common_prefix(content.tokens.tolist(), fill.tokens), fill.change.length - 1)
+        if not fetch.must and 0 < length < self._engine.sharing.lendable(fill) + SHARE_MIN:
+            self._leave(fetch)  # meanwhile somebody has them, such as another fork of the same trunk
+            self._engine.sharing.begin_again(fill)
+            return
         if fill.session.cache is not None:  # else both would be held
             fill.apply()
             fill.session.drop_kv()
             fill.change = replace(fill.change, kv_keep=0)
-        alive = {**self._disk.trunks.alive(runs), **alive}  # others may have begun with them meanwhile
+        alive = {**self._disk.trunks.alive(told.runs), **alive}
         left = tuple(
-            None if run.digest in alive else plain for run, plain in zip(runs, content.runs, strict=True)
+            None if run.digest in alive else plain for run, plain in zip(told.runs, content.runs, strict=True)
         )
         served = fill.session.served
         cache = yield from rebuilding(
             replace(content, runs=left), served.empty(), self._disk.trunks, alive, served.samples
         )
         loan = Session("", served, cache=cache)
-        common = common_prefix(content.tokens.tolist(), fill.tokens)
-        length = min(cache.offsets[0], common, fill.change.length - 1)
         loan.go_back(reachable(cache, 0, loan.trail, length))
         if not loan.stored and not fetch.must:
-            why = (
-                f"the snapshot's KV of {content.manifest.stored} tokens can't go back to those that are kept"
-            )
+            why = f"the snapshot's KV of {told.stored} tokens can't go back to those that are kept"
             self._compute(fetch, why)
             return
         fill.borrow(loan, read=True)

@@ -233,6 +233,11 @@ class Sharing:
 
     # ------------------------------------------------------------ lending
 
+    def lendable(self, fill: Fill) -> int:
+        """The most of a fill's tokens that another session has KV of."""
+        found = self._lender(fill)
+        return found[1] if found else 0
+
     def _lender(self, fill: Fill) -> tuple[Session, int] | None:
         """The session that can lend the most of a fill's tokens, and how many."""
         tokens, session = fill.tokens, fill.session
