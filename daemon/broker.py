@@ -71,6 +71,7 @@ class Broker:
             lambda fd: self.peers.lost(fd),
             lambda: self.peers.bury(),
             self._door,
+            lambda count: self.metrics.count("clients_expelled", count),
         )
         self._tick_alarm, self._flush_alarm = Alarm(self._tick), Alarm(self._flush)
         self._watch_alarm = Alarm(lambda: self.watchers.tick())
@@ -107,7 +108,14 @@ class Broker:
         if config.state_dir is not None:
             snapshots = self.archive.snapshots
             self.carriage = Carriage(
-                config.state_dir, snapshots, self.tickets.reply, self.work.take_in, clock, log
+                config.state_dir,
+                snapshots,
+                self.tickets.reply,
+                self.work.take_in,
+                clock,
+                log,
+                config.disk_bytes_max,
+                config.disk_free_bytes,
             )
         self.desk = Desk(
             self.peers,
@@ -191,8 +199,10 @@ class Broker:
     def _expel(self, door: Door) -> None:
         door.allowed.refresh()
         expelled = self.peers.expel(lambda guest: not door.allowed.knows(guest))
+        for peer in expelled:
+            self._socket.expel(peer.descriptor)
         if expelled:
-            self.log.info("keys revoked", connections=expelled)
+            self.log.info("keys revoked", connections=len(expelled))
 
     def _flush(self) -> None:
         self.peers.flush()

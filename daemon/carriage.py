@@ -23,7 +23,7 @@ from structlog.typing import FilteringBoundLogger
 
 from stateroom.caches.snapshots import refusals
 from stateroom.caches.snapshots.carried import Carried
-from stateroom.caches.snapshots.limits import BYTES_MAX, FREE_MIN_BYTES
+from stateroom.caches.snapshots.limits import BYTES_MAX, floor_of
 from stateroom.caches.snapshots.places import library_of
 from stateroom.caches.snapshots.reading import Reader
 from stateroom.client.errors import (
@@ -49,7 +49,6 @@ EXPORT_BYTES = 2**20  # of one answer: a thousand may wait for a client that doe
 IDLE_S = 60.0  # what is begun and not gone on with for so long is dropped
 CARRIED_PER_OWNER_MAX = 4  # files under way, in each direction
 CARRIED_MAX = 32  # the same of all owners; an export holds a handful of descriptors
-INCOMING_BYTES_MAX = BYTES_MAX  # of all files that come in, as they will be
 RETRY_AFTER_S = 5.0
 
 Key = tuple[Peer, str, str]  # connection, owner and snapshot's name
@@ -109,7 +108,8 @@ class Carriage:
     """Files on their way in and out. Make it inside a running event loop; `close` it.
 
     `end(ticket, body)`: gives a request its final reply. `take_in(ticket, engine)`: has a worker take in the
-    file of `Ticket.snapshot`.
+    file of `Ticket.snapshot`. `bytes_max`, `free_bytes`: of all files that come in, as they will be, and what
+    they leave free; None: what is usual for snapshots on that disk.
     """
 
     def __init__(
@@ -120,8 +120,11 @@ class Carriage:
         take_in: Callable[[Ticket, Engine], None],
         clock: Clock,
         log: FilteringBoundLogger,
+        bytes_max: int | None = None,
+        free_bytes: int | None = None,
     ) -> None:
         self._state_dir, self._snapshots = state_dir, snapshots
+        self._bytes_max, self._free_bytes = bytes_max or BYTES_MAX, free_bytes
         self._end, self._take_in, self._clock, self._log = end, take_in, clock, log
         self._folder = state_dir / "incoming"
         shutil.rmtree(self._folder, ignore_errors=True)  # what a daemon before left
@@ -235,8 +238,9 @@ class Carriage:
     def _room_on_disk(self, needed: int) -> None:
         promised = sum(each.total for each in self._incoming.values())
         to_come = promised - sum(each.received for each in self._incoming.values())
-        free = shutil.disk_usage(self._folder).free - FREE_MIN_BYTES - to_come
-        room = min(free, INCOMING_BYTES_MAX - promised)
+        disk = shutil.disk_usage(self._folder)
+        floor = floor_of(disk.total) if self._free_bytes is None else self._free_bytes
+        room = min(disk.free - floor - to_come, self._bytes_max - promised)
         if needed > room:
             raise Capacity(
                 f"The file needs {needed} bytes on the daemon's disk, and there is room for {max(room, 0)}.",
