@@ -181,7 +181,10 @@ def resume(room: Room, name: str, model: str | None, kv: KV) -> Session:
     there = session.info()
     if model is not None and model != there.model:
         err.print(f"{name} stays with {there.model}; --model is for new ones.", markup=False)
-    if kv.scheme not in ("dense", stored := stored_as(there)):
+    if kv.scheme not in (
+        "dense",
+        stored := stored_as(there) or "it was",
+    ):  # after a restart, until it is used
         err.print(f"{name} stays stored as {stored}; --kv is for new ones.", markup=False)
     return session
 

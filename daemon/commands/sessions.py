@@ -10,7 +10,7 @@ from stateroom.client import Room, Session, connect
 from stateroom.client.errors import NotFound
 from stateroom.client.protocol import VerifyResult
 from stateroom.daemon.commands.options import COMMANDS_APP, App, Endpoint
-from stateroom.daemon.commands.terminal import out, size
+from stateroom.daemon.commands.terminal import say, size
 from stateroom.daemon.exits import FAILED, Leave
 
 PREFIX_MIN = 4  # characters of an id that may stand for it; `ps` shows eight
@@ -36,7 +36,7 @@ def close(session: Ref, app: App = COMMANDS_APP, endpoint: Endpoint = None) -> N
     with connect(endpoint, app=app) as room:
         closed = session_of(room, session)
         freed = closed.close().freed_bytes
-    out.print(f"Closed {shown(closed)}: {size(freed)} of KV freed.", markup=False)
+    say(f"Closed {shown(closed)}: {size(freed)} of KV freed.")
 
 
 def park(session: Ref, app: App = COMMANDS_APP, endpoint: Endpoint = None) -> None:
@@ -45,7 +45,7 @@ def park(session: Ref, app: App = COMMANDS_APP, endpoint: Endpoint = None) -> No
         parked = session_of(room, session)
         done = parked.park()
     where = f"{size(done.bytes)} on disk" if done.tier == "disk" else "as tokens, for it had no KV"
-    out.print(f"Parked {shown(parked)}: {where}, {size(done.freed_bytes)} freed.", markup=False)
+    say(f"Parked {shown(parked)}: {where}, {size(done.freed_bytes)} freed.")
 
 
 def verify(
@@ -63,7 +63,7 @@ def verify(
         found = room.verify() if session is None else session_of(room, session).verify()
     if not found.healthy:
         raise Leave(FAILED, f"The session differs from its tokens computed anew: {verdict(found)}.")
-    out.print(f"The session is what its tokens give: {verdict(found)}.", markup=False)
+    say(f"The session is what its tokens give: {verdict(found)}.")
 
 
 def verdict(found: VerifyResult) -> str:

@@ -19,7 +19,7 @@ from stateroom.client import connect
 from stateroom.client.protocol import SnapshotInfo, Snapshots, SnapshotsResult
 from stateroom.daemon.commands.options import COMMANDS_APP, App, AsJson, Endpoint, Model
 from stateroom.daemon.commands.sessions import Ref, session_of, shown
-from stateroom.daemon.commands.terminal import age, err, out, plain, receipt_line, size
+from stateroom.daemon.commands.terminal import age, err, out, plain, receipt_line, say, size
 from stateroom.daemon.exits import FAILED, Leave
 
 ID_SHOWN = 8  # characters of an id, as in `ps`
@@ -38,7 +38,7 @@ def save(
     with connect(endpoint, app=app) as room:
         saved = session_of(room, session)
         done = saved.save(name, replace=replace)
-    out.print(f"Saved {shown(saved)} as {name}: {done.tokens} tokens, {size(done.bytes)}.", markup=False)
+    say(f"Saved {shown(saved)} as {name}: {done.tokens} tokens, {size(done.bytes)}.")
 
 
 def restore(
@@ -51,7 +51,7 @@ def restore(
     with connect(endpoint, app=app) as room:
         made = room.restore(name, name=session)
     line = receipt_line(made.receipt) if made.receipt is not None else f"{made.length} tokens"
-    out.print(f"{name} is session {shown(made)} now: {line}.", markup=False)
+    say(f"{name} is session {shown(made)} now: {line}.")
 
 
 def snapshots(app: App = COMMANDS_APP, as_json: AsJson = False, endpoint: Endpoint = None) -> None:
@@ -91,7 +91,7 @@ def forget(name: Name, app: App = COMMANDS_APP, endpoint: Endpoint = None) -> No
     """Delete a snapshot; sessions that came from it stay."""
     with connect(endpoint, app=app) as room:
         freed = room.forget(name).freed_bytes
-    out.print(f"Forgot {name}: {size(freed)} freed.", markup=False)
+    say(f"Forgot {name}: {size(freed)} freed.")
 
 
 def export(
@@ -105,7 +105,7 @@ def export(
         raise Leave(FAILED, f"{file} exists; remove it, or take another name.")
     with connect(endpoint, app=app) as room, bar(f"Exporting {name}") as on_progress:
         written = room.export(name, file, on_progress=on_progress)
-    out.print(f"Exported {name} to {file}: {size(written)}.", markup=False)
+    say(f"Exported {name} to {file}: {size(written)}.")
 
 
 def import_(
@@ -119,7 +119,7 @@ def import_(
     with connect(endpoint, app=app) as room, bar(f"Importing {name}") as on_progress:
         made = room.import_(name, file, model=model, on_progress=on_progress)
     kept = f"{made.length} tokens of {made.model}, {size(made.bytes)}"
-    out.print(f"Imported {name}: {kept}. `stateroom restore {name}` opens it.", markup=False)
+    say(f"Imported {name}: {kept}. `stateroom restore {name}` opens it.")
 
 
 @contextmanager

@@ -8,7 +8,9 @@ from rich.console import Console
 
 from stateroom.client.protocol import Receipt
 
-out = Console(highlight=False)
+WIDE = 1_000  # columns of what is no terminal: programs read it, and nothing is cut or wrapped
+
+out = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else WIDE)
 err = Console(stderr=True, highlight=False)
 
 _CONTROL = {code: "�" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
@@ -23,6 +25,11 @@ def write(text: str) -> None:
     """A piece of a stream, at once."""
     sys.stdout.write(plain(text))
     sys.stdout.flush()
+
+
+def say(line: str) -> None:
+    """A line on its own, as long as it is."""
+    out.print(plain(line), markup=False, soft_wrap=True)
 
 
 def size(count: float) -> str:
