@@ -15,7 +15,7 @@ from typing import Any
 
 from stateroom.client.errors import Capacity, Exists, NotFound
 from stateroom.client.limits import SESSIONS_MAX, TRUNKS_MAX
-from stateroom.client.protocol import KV, KindCaps, SessionClass, SessionInfo, TrunkInfo
+from stateroom.client.protocol import KV, ErrorBody, KindCaps, SessionClass, SessionInfo, TrunkInfo
 from stateroom.client.wire import to_wire
 from stateroom.daemon.clock import Clock, WallClock, wall_ms
 from stateroom.daemon.lifecycle import SESSIONS, SessionEvent, SessionState, after
@@ -65,6 +65,7 @@ class Session:
     generation: int = NO_ENGINE
     running: int | None = None
     running_op: str | None = None
+    refusal: ErrorBody | None = None  # its worker would not take it over, and what asked isn't told yet
     held: int | None = None  # rid of the `sync` or `close` that waits for the running request's end
 
     @property
@@ -89,7 +90,9 @@ class Session:
     @property
     def capacity_bytes(self) -> int:
         """What is allocated for its tokens; checkpoints are not."""
-        return self.own_bytes + sum(part.bytes for part in self.parts if part.trunk)
+        if not self.parts:
+            return self.own_bytes
+        return self.own_bytes + sum([part.bytes for part in self.parts if part.trunk])
 
 
 class Catalog:

@@ -304,6 +304,8 @@ class Desk:
         return replace(info, state="queued") if self._queued(session) else info
 
     def _queued(self, session: Session) -> bool:
+        if session.running is None:
+            return False
         running = self._tickets.get(session.running)
         return running is not None and running.state is RequestState.HELD
 

@@ -62,7 +62,7 @@ def plain(
         "model": session.model,
         "class": session.session_class,
         "length": len(session.tokens),
-        "state": STATES[session.state],
+        "state": "idle" if session.state is SessionState.IDLE else STATES[session.state],
         "tier": session.tier,
         "kinds": kinds,
         "private_bytes": split[0],
@@ -77,12 +77,14 @@ def plain(
         "parents": session.parents,
         "published": published,
     }
-    maybe = {
-        "name": session.name,
-        "ttl_s": session.ttl_s,
-        "expires_in_s": session.expires_in_s(now_s),
-        "quarantined": session.quarantined,
-        "trunk": session.trunk,
-        "running": session.running_op,
-    }
-    return made | {name: value for name, value in maybe.items() if value is not None}
+    if session.name is not None:
+        made["name"] = session.name
+    if session.ttl_s is not None:
+        made["ttl_s"], made["expires_in_s"] = session.ttl_s, session.expires_in_s(now_s)
+    if session.quarantined is not None:
+        made["quarantined"] = session.quarantined
+    if session.trunk is not None:
+        made["trunk"] = session.trunk
+    if session.running_op is not None:
+        made["running"] = session.running_op
+    return made
