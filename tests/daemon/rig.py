@@ -40,9 +40,8 @@ class Rig:
             runtime_dir=folder,
             models_dir=folder / "models",
             models=models,
-            worker_command=WORKER,
             log_format="json",
-            **{"patience": QUICK, **options},
+            **{"patience": QUICK, "worker_command": WORKER, **options},
         )
         self.context = zmq.Context()
         self._ready = threading.Event()
