@@ -55,9 +55,10 @@ def test_the_python_pages_examples_run_as_they_stand(start_daemon: StartDaemon, 
         )
         assert done.returncode == 0, done.stderr
         told.append(done.stdout)
-    decoded, shared = told
+    decoded, shared, kept = told
     assert re.search(r"(stop|stop_token|length) \d+$", decoded)
     assert re.fullmatch(r"\d{3} fork\n", shared)
+    assert kept == "snapshot True\nTrue\n"
 
 
 def test_the_cache_pages_example_runs_as_it_stands() -> None:
