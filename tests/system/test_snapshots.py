@@ -28,7 +28,7 @@ pytestmark = pytest.mark.system
 
 TIMEOUT_S = 60.0
 CONTENT = PROMPT * 30
-KILLS = 5
+KILLS = int(os.environ.get("STATEROOM_KILLS", "5"))
 WAIT_S = 15.0
 
 
@@ -361,6 +361,7 @@ def test_a_save_whose_worker_is_killed_is_made_by_the_next(room: Room, shared: R
     assert room.restore("one").tokens().tokens == [n % 40 for n in range(3000)]
 
 
+@pytest.mark.timeout(60 + 30 * KILLS)
 def test_killed_while_it_saves_the_old_or_the_new(
     start_daemon: StartDaemon, restart: Restart, connect_to: ConnectTo, wide_folder: Path, tell: Tell
 ) -> None:
