@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stateroom.client.errors import EngineLost, NotFound
+from stateroom.client.errors import EngineLost, Mismatch, NotFound
 from stateroom.client.protocol import (
     OPERATIONS,
     Body,
@@ -42,8 +42,8 @@ class Settlement:
             return []
         refused = isinstance(body, ErrorBody)
         if ticket.op == "adopt":
-            if refused:
-                session.generation = NO_ENGINE
+            if isinstance(body, ErrorBody):
+                session.generation, session.refusal = NO_ENGINE, unfit(session, body)
             return []
         if ticket.op in ("close", "unpublish"):
             return self._dead(session)
@@ -100,6 +100,16 @@ class Settlement:
             return [(Event(event="trunk_unpublished", model=session.model, details=details), session.owner)]
         self._metrics.count("sessions_closed")
         return [(Event(event="session_closed", session=session.id, model=session.model), session.owner)]
+
+
+def unfit(session: Session, why: ErrorBody) -> ErrorBody:
+    """What is told of a session that a worker would not take over: its model isn't what it was."""
+    return Mismatch(
+        f"The session doesn't fit the model that is called {session.model} now ({why.message}) Serve the one "
+        "that it was made with, or close it.",
+        field="session",
+        length=session.length,
+    ).body()
 
 
 def streams(ticket: Ticket) -> bool:

@@ -697,6 +697,8 @@ class Work:
     def _ended(self, ticket: Ticket, body: Body) -> None:
         """Settles what a final answer means for its sessions, replies, and lets in what waited."""
         session = ticket.session
+        if session is not None and session.refusal is not None and isinstance(body, ErrorBody):
+            body, session.refusal = session.refusal, None
         events = self._settlement.settle(ticket, body)
         if isinstance(body, VerifyResult) and session is not None:
             events += self._judged(session, body)

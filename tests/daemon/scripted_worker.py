@@ -16,6 +16,7 @@ Token ids that are orders, when a prefill meets them:
     DIE           the process is killed
     HANG          it does nothing more, not even pulse
     BABBLE        it sends a frame that makes no sense
+    STRANGE       it would not take over a session that has this
     MORE          it asks for a budget larger by MORE_BYTES
 """
 
@@ -101,6 +102,7 @@ from stateroom.daemon.link import (
 )
 
 DIE, HANG, BABBLE, MORE = 666_001, 666_002, 666_003, 666_004
+STRANGE = 666_009
 MORE_BYTES = 10_000_000
 CHUNK = 64
 CONTEXT = 100_000
@@ -187,6 +189,10 @@ class Worker:
             else:
                 self.jobs.append((message.rid, job))
         elif isinstance(message, Adopt):
+            if STRANGE in message.tokens:
+                error = ErrorBody(code="invalid", message="A token is none of the model's.", field="tokens")
+                self.answer(message.rid, error)
+                return
             self.adopted += 1
             self.sessions[message.session] = list(message.tokens)
             receipt = Receipt(reused=0, why="adopted")

@@ -19,6 +19,7 @@ import pytest
 import zmq
 from tests.daemon.conftest import StartBroker
 from tests.daemon.rig import Raw, Rig
+from tests.daemon.scripted_worker import STRANGE
 
 from stateroom.daemon.exits import DAMAGED, FORBIDDEN, OK, RUNNING
 from stateroom.daemon.keeper import FILE_NAME
@@ -157,6 +158,19 @@ def test_a_session_whose_model_is_gone(again: Again, state: Path) -> None:
     assert client.ask("info", session="left")["state"] == "idle"
     assert client.ask("close", session="left")["kind"] == "result"
     assert client.ask("list")["sessions"] == []
+
+
+def test_a_session_that_does_not_fit_its_model_any_more(again: Again) -> None:
+    """Another model has its name now: every request says so, and nothing is taken for what it isn't."""
+    session = again().client().open([1, STRANGE])
+    client = again().client()
+    for op, arguments in (("decode", {"max_tokens": 1}), ("tokens", {}), ("sync", {"tokens": [1]})):
+        error = client.refusal(op, session=session, **arguments)
+        assert (error["code"], error["field"], error["details"]["length"]) == ("mismatch", "session", 2)
+    assert client.open([1, 2])
+    info = client.ask("info", session=session)
+    assert (info["state"], info["length"], info["tier"]) == ("idle", 2, "tokens")
+    assert client.ask("close", session=session)["kind"] == "result"
 
 
 def test_a_daemon_without_a_state_directory_keeps_nothing(start_broker: StartBroker) -> None:
