@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 
+from stateroom.daemon.timings import Timings
+
 
 class Metrics:
-    """Counters by name, as docs/protocol.md lists them; a name appears once it has counted something."""
+    """Counters by name, as docs/protocol.md lists them; a name appears once it has counted something.
+
+    Attributes:
+        timings: how long clients wait.
+    """
 
     def __init__(self) -> None:
+        self.timings = Timings()
         self._counters: Counter[str] = Counter(
             dict.fromkeys(
                 (
@@ -22,6 +29,7 @@ class Metrics:
                     "sessions_expired",
                     "clients_seen",
                     "clients_vanished",
+                    "clients_expelled",
                     "streams_cut",
                     "requests_dropped",
                     "frames_refused",

@@ -145,12 +145,12 @@ class Peers:
         """The connection with this descriptor closed. Its last messages are still heard, until `bury`."""
         self._leaving += [peer for peer in self._peers.values() if peer.descriptor == descriptor]
 
-    def expel(self, unwanted: Callable[[Guest], bool]) -> int:
-        """Those whose key is no longer allowed vanish; how many that were. Their sessions stay."""
+    def expel(self, unwanted: Callable[[Guest], bool]) -> list[Peer]:
+        """Those whose key is no longer allowed vanish; who that was. Their sessions stay."""
         found = [peer for peer in self._peers.values() if peer.guest is not None and unwanted(peer.guest)]
         self._leaving += found
         self.bury()
-        return len(found)
+        return found
 
     def bury(self) -> None:
         """What had come was read: those whose connection closed vanish. Call it after sending, too."""

@@ -8,8 +8,11 @@ ones: what arrives is handed on in a callback, in order, with no future and no c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
+import resource
+import socket as sockets
 from collections.abc import Callable
 from typing import cast
 
@@ -26,6 +29,7 @@ PEER_QUEUE_MESSAGES = 256  # in libzmq, each way and client, before the outbox b
 LINK_QUEUE_MESSAGES = 4_096  # to and from a worker; more than requests can be open
 LINGER_MS = 200  # unsent replies may delay the exit by this much
 BACKLOG = 512  # connections waiting to be accepted
+FILES_SPARED = 4_096  # open files that are not for clients, and for those who come before they are counted
 
 # As numbers: pyzmq takes its time over its enums.
 EVENTS, READABLE, NOT_BLOCKING = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
@@ -45,6 +49,21 @@ def admit_own_user_only(socket: zmq.Socket[bytes]) -> bool:
     except zmq.ZMQError:
         return False
     return True
+
+
+def connections_most(files: int) -> int:
+    """How many connections there may be with so many open files: libzmq aborts where the next finds none."""
+    return files - min(files // 2, FILES_SPARED)
+
+
+def hang_up(descriptor: int) -> None:
+    """Ends a connection of libzmq's from below: it has no call for that, and takes it for its peer's doing."""
+    with contextlib.suppress(OSError):
+        taken = sockets.socket(fileno=descriptor)
+        try:
+            taken.shutdown(sockets.SHUT_RDWR)
+        finally:
+            taken.detach()
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:
@@ -106,6 +125,7 @@ class PublicSocket:
     connection closed, before any message of a successor with its descriptor; messages of its own may follow
     until `on_drained()`, which is called when what had come was received. `door`: knows whom a key lets in,
     where some endpoint demands keys; it is closed with this. A key that was revoked isn't heard any more.
+    `on_expelled(count)`: so many connections were ended, because there were too many or a key was revoked.
 
     Attributes:
         own_user_only: the kernel is asked whose a connection is.
@@ -118,10 +138,14 @@ class PublicSocket:
         on_gone: Callable[[int], None],
         on_drained: Callable[[], None],
         door: Door | None = None,
+        on_expelled: Callable[[int], None] = lambda count: None,
     ) -> None:
+        self._on_expelled = on_expelled
         self._door = door
         self._on_message, self._on_gone, self._on_drained = on_message, on_gone, on_drained
         self._alive: set[int] = set()
+        self._most = connections_most(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        self._unwanted: set[int] = set()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._socket.set(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
@@ -148,7 +172,7 @@ class PublicSocket:
         self._socket.bind(endpoint)
         if not self._pumps:
             messages = _Pump(self._socket, self._receive, self._on_drained)
-            self._pumps = [messages, _Pump(self._monitor, self._receive_event, messages.look)]
+            self._pumps = [messages, _Pump(self._monitor, self._receive_event, self._events_received)]
             if self._door is not None:
                 self._pumps.append(_Pump(self._door.socket, self._door.answer))
         bound = self._socket.get(zmq.LAST_ENDPOINT)
@@ -186,9 +210,26 @@ class PublicSocket:
         descriptor = int(event["value"])
         if event["event"] == zmq.EVENT_ACCEPTED:
             self._alive.add(descriptor)
+            if len(self._alive) > self._most:
+                self.expel(descriptor)
         else:
             self._alive.discard(descriptor)
+            self._unwanted.discard(descriptor)
             self._on_gone(descriptor)
+
+    def expel(self, descriptor: int) -> None:
+        """Ends a connection soon, if it is not over by itself."""
+        self._unwanted.add(descriptor)
+        self._pumps[1].look()
+
+    def _events_received(self) -> None:
+        """All that is known to have ended is out of `_unwanted`: a descriptor may be another's by now."""
+        if self._unwanted and not _readable(self._monitor):
+            unwanted, self._unwanted = self._unwanted, set()
+            for descriptor in unwanted:
+                hang_up(descriptor)
+            self._on_expelled(len(unwanted))
+        self._pumps[0].look()
 
     def _receive(self) -> None:
         frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)

@@ -193,7 +193,7 @@ def test_requests_of_one_connection_are_counted(rig: Rig) -> None:
 
 
 def test_requests_of_all_connections_are_counted(rig: Rig) -> None:
-    clients = [rig.client() for _ in range(5)]
+    clients = [rig.client(app) for app in ("one", "one", "other", "other", "third")]  # an app gets half
     for client in clients[:4]:
         for _ in range(256):
             client.send("watch", sessions=False)

@@ -258,6 +258,34 @@ def test_the_limit_of_open_files_is_raised(place: Place) -> None:
     assert clients[0].ask("stats")["gauges"]["clients"] == 100
 
 
+def test_more_clients_than_open_files_do_not_end_it(place: Place) -> None:
+    """B80: libzmq aborts where a connection finds no file. Those one too many are ended, others stay."""
+    command = f"ulimit -n 128; exec {sys.executable} {RUN_DAEMON} {place.run} {place.endpoint}"
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", command],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+    )
+    place.started.append(process)
+    first, crowd = place.client(), []
+    for _ in range(12):
+        for _ in range(15):  # more than these at once may come before one of them is counted
+            crowd.append(place.context.socket(zmq.DEALER))
+            crowd[-1].set(zmq.LINGER, 0)
+            crowd[-1].set(zmq.RECONNECT_IVL, 10**6)
+            crowd[-1].connect(place.endpoint)
+        before = first.ask("stats")["gauges"]["clients"]
+        assert before <= 64
+    counters = first.ask("stats")["counters"]
+    assert counters["clients_expelled"] > 0
+    assert process.poll() is None
+    for client in crowd:
+        client.close()
+    assert first.ask("list")["kind"] == "result"
+    assert place.client().ask("list")["kind"] == "result"
+
+
 def test_it_is_idle_when_idle(place: Place) -> None:
     """B59: no processor time without work, after clients came and went."""
     process = place.start()

@@ -105,7 +105,13 @@ class Network:
     # ------------------------------------------------------------ as the broker sees it
 
     def bound_to(
-        self, context: Any, on_message: Any, on_gone: Any, on_drained: Any, door: Any = None
+        self,
+        context: Any,
+        on_message: Any,
+        on_gone: Any,
+        on_drained: Any,
+        door: Any = None,
+        on_expelled: Any = None,
     ) -> Network:
         """Takes the arguments of `PublicSocket`."""
         self._on_message, self._on_gone, self._on_drained = on_message, on_gone, on_drained
