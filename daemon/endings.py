@@ -43,7 +43,9 @@ class Settlement:
         refused = isinstance(body, ErrorBody)
         if ticket.op == "adopt":
             if isinstance(body, ErrorBody):
-                session.generation, session.refusal = NO_ENGINE, unfit(session, body)
+                session.generation = NO_ENGINE
+                if body.code != "engine_lost":  # the worker would not have it; else it merely died
+                    session.refusal = unfit(session, body)
             return []
         if ticket.op in ("close", "unpublish"):
             return self._dead(session)

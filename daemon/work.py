@@ -574,7 +574,8 @@ class Work:
         moved = [session for session in self._catalog if session.generation == generation]
         for session in moved:
             self._catalog.forget_engine(session)
-        again = self._part(engine, self._with(generation), reason)
+        had = self._with(generation)
+        again = self._part(engine, had, reason)
         # One event for all its sessions, whose KV is gone: one for each could flood a watcher.
         details = {"reason": reason, "sessions": len(moved), "requests": len(again)}
         event = "engine_stopped" if engine.stopping else "engine_lost"
@@ -587,7 +588,7 @@ class Work:
             try:
                 self._supervisor.ensure(engine)
             except StateroomError as error:
-                self._refuse_waiting(engine, error, spared=bool(again))
+                self._refuse_waiting(engine, error, spared=bool(had))
 
     def _part(self, engine: Engine, tickets: list[Ticket], reason: str) -> list[Ticket]:
         """Of the requests that a dead worker had: holds those that go on, and gives them; ends the others."""

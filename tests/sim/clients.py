@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tests.sim.language import VOCAB
+from tests.sim.language import POISON, VOCAB
 from tests.sim.ledger import Asked, Handle, Ledger
 from tests.sim.must import must
 
@@ -36,6 +36,7 @@ HABITS: dict[str, dict[str, int]] = {
     "monitor": {
         "watch": 2, "list": 4, "stats": 4, "info": 2, "hello": 1, "end_watch": 2, "load": 1, "unload": 1,
     },
+    "poisoner": {"open": 2, "poison": 3, "decode": 2, "sync": 2, "close": 1},
     "crowd": {"open": 2, "decode": 4, "close": 1},
     "all": {
         "open": 3, "prefill": 3, "decode": 5, "decode_whole": 2, "sync": 4, "trim": 2, "fork": 2, "score": 1,
@@ -155,6 +156,18 @@ class Client:
     def _prefill(self) -> None:
         progress = self.draw.random() < 0.5
         self._with_handle(lambda h: p.Prefill(session=h.session, tokens=self.tokens(), progress=progress))
+
+    def _poison(self) -> None:
+        """Input that kills the worker which computes it."""
+        tokens = [*self.tokens(), POISON, *self.tokens()]
+        made: list[Callable[[Handle], p.Request]] = [
+            lambda h: p.Prefill(session=h.session, tokens=tokens),
+            lambda h: p.Sync(session=h.session, tokens=tokens),
+        ]
+        if self.draw.random() < 0.2:
+            self.ask(p.Open(tokens=tokens))
+        else:
+            self._with_handle(self.draw.choice(made))
 
     def _decode(self, stream: bool = True) -> None:
         most = self.draw.choice([1, 3, 10, 30, 30, self.world.nature.longest_decode])

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.sim.jobs import Fill, Session, Stream
 from tests.sim.kv import BYTES_PER_TOKEN, Pool, View, projected_bytes
-from tests.sim.language import CONTEXT, VOCAB, encode
+from tests.sim.language import CONTEXT, POISON, VOCAB, encode
 from tests.sim.watch import Watch
 
 from stateroom.client import protocol as p
@@ -119,6 +119,11 @@ class Engine:
         turn = Turn(plan, rows, pieces, self.costs.of(len(rows), [tokens for _, tokens in pieces]))
         turn.ms *= 1 + self.costs.noise * self.draw.random()
         return turn
+
+    def poisoned(self, turn: Turn) -> bool:
+        """Whether a turn feeds a session that holds the poison."""
+        keys = [*turn.rows, *(key for key, _ in turn.pieces)]
+        return any(POISON in self.requests[key].session.tokens for key in keys)
 
     def land(self, turn: Turn) -> None:
         """The turn is over: tells its tokens, and ends what is done."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.sim.clients import Client
+from tests.sim.language import POISON
 from tests.sim.must import must
 
-from stateroom.client.protocol import Cancel, Hello, Info, List, Stats
+from stateroom.client.protocol import Body, Cancel, ErrorBody, Hello, Info, List, Stats
 from stateroom.client.wire import decode_map
 from stateroom.daemon import desk, peers
 from stateroom.daemon.lifecycle import EngineState, RequestState, SessionState
+from stateroom.daemon.tickets import Ticket
 from stateroom.daemon.work import WITH_ENGINE
 
 if TYPE_CHECKING:
@@ -118,6 +120,21 @@ class Invariants:
                 problem = pool.problem(process.engine.views())
                 must(problem is None, f"KV: {problem}")
                 must(pool.used_bytes <= pool.budget_bytes, "more KV than the budget")
+
+    # ------------------------------------------------------------ where only input kills workers
+
+    def blamed(self, ticket: Ticket, body: Body) -> None:
+        """Nobody's request is lost, so no session put in quarantine, but those that kill workers."""
+        session = ticket.session
+        if session is None or not isinstance(body, ErrorBody) or body.code != "engine_lost":
+            return
+        if ticket.state is not RequestState.SENT or ticket.id is None or "retry_after_s" in body.details:
+            return  # it was to end, or never began
+        asked = getattr(ticket.request, "tokens", None) or ()
+        guilty = POISON in session.tokens or POISON in asked
+        must(guilty or body.details.get("quarantined"), f"a {ticket.op} was lost that killed nothing")
+        deaths = self.world.broker.supervisor.engine(session.model).deaths
+        must(ticket.resumes <= deaths, "a request went on more often than workers died")
 
     # ------------------------------------------------------------ at the end
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 VOCAB = 1000
 EOS = 0
+POISON = VOCAB - 1  # in worlds that have it, a pass over a session with it kills the worker
 CONTEXT = 4096
 
 

@@ -35,6 +35,7 @@ class Nature:
     longest: int  # tokens of a prompt
     longest_decode: int
     stops: bool  # the daemon is stopped in the midst
+    poison: bool = False  # some clients have input that kills the worker; nothing else does
     hungry: list[tuple[str, int, int]] = field(default_factory=list)  # owner, sessions, tokens of a prompt
     preamble: list[int] = field(default_factory=list, repr=False)  # that many prompts begin with
 
@@ -55,6 +56,10 @@ def nature_of(seed: int) -> Nature:
     faults = [fault for fault in FAULTS if draw.random() < 0.5]
     step_ms, token_ms = some([(8.0, 0.1), (25.0, 0.5), (60.0, 3.0)])
     small = draw.random() < 0.3  # limits that are met
+    poison = draw.random() < 0.1
+    if poison:
+        clients += [("poisoner", "poisoner", 0.5, 1) for _ in range(some([1, 3]))]
+        faults = [fault for fault in faults if fault.startswith("client")]
     budget = some([3_000, 20_000]) if draw.random() < 0.3 else 10**6
     return Nature(
         models=["toy", "other"] if draw.random() < 0.2 else ["toy"],
@@ -63,7 +68,7 @@ def nature_of(seed: int) -> Nature:
         run_s=4.0 if crowd else some([2.0, 5.0, 10.0]),
         faults=faults,
         fault_every_s=some([0.3, 1.0, 4.0]),
-        bad_start=some([0.0, 0.0, 0.3]),
+        bad_start=0.0 if poison else some([0.0, 0.0, 0.3]),
         costs=Costs(
             step_ms=step_ms,
             row_ms=step_ms / 40,
@@ -76,7 +81,11 @@ def nature_of(seed: int) -> Nature:
             weights={owner: some([0.5, 1.0, 1.0, 3.0]) for owner in owners},
         ),
         patience=Patience(
-            load_s=20.0, silence_s=2.0, hang_s=5.0, restart_most_s=8.0, hold_s=some([0.4, 5.0])
+            load_s=20.0,
+            silence_s=2.0,
+            hang_s=1000.0 if poison else 5.0,  # a pass that takes long is no input that kills
+            restart_most_s=0.5 if poison else 8.0,
+            hold_s=some([0.4, 5.0]),
         ),
         queue_max=some([2, 8, 64]),
         outbox_max=some([2, 16, 1024]),
@@ -85,6 +94,7 @@ def nature_of(seed: int) -> Nature:
         sessions_max=some([4, 15]) if small else 16_384,
         longest=some([80, 400, 1500]),
         longest_decode=some([60, 300]),
-        stops=draw.random() < 0.25,
+        stops=draw.random() < 0.25 and not poison,
+        poison=poison,
         preamble=[draw.randrange(1, VOCAB) for _ in range(1500)],
     )

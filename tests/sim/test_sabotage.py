@@ -16,8 +16,9 @@ from stateroom.client.connection import Connection
 from stateroom.client.protocol import LengthResult
 from stateroom.daemon import work
 from stateroom.daemon.catalog import Catalog, Session
-from stateroom.daemon.link import Adopt, CancelCommand, decode_to_worker
+from stateroom.daemon.link import Adopt, CancelCommand, Command, decode_to_worker
 from stateroom.daemon.peers import Delivery, Peer, Peers
+from stateroom.daemon.recovery import DEATHS_MAX, Suspicion
 from stateroom.daemon.tickets import Tickets
 
 SEEDS = 100
@@ -122,7 +123,26 @@ def clients_lose_count() -> AbstractContextManager[Any]:
     return every(101, Connection, "receive", lambda *_: [])
 
 
+def what_was_drawn_before_a_death_is_forgotten() -> AbstractContextManager[Any]:
+    return patch.object(work, "Command", lambda *arguments, base=None: Command(*arguments))
+
+
+def whoever_was_there_is_blamed() -> AbstractContextManager[Any]:
+    def died(original: Any, suspicion: Suspicion, session_ids: Any) -> str | None:
+        original(suspicion, session_ids)
+        return next((each for each in session_ids if suspicion.deaths(each) >= DEATHS_MAX), None)
+
+    return always(Suspicion, "died", died)
+
+
+def a_death_is_forgotten() -> AbstractContextManager[Any]:
+    return always(Suspicion, "died", lambda *_: None)
+
+
 SABOTAGE: list[Sabotage] = [
+    what_was_drawn_before_a_death_is_forgotten,
+    whoever_was_there_is_blamed,
+    a_death_is_forgotten,
     a_reply_is_lost,
     a_reply_is_sent_twice,
     a_final_reply_is_forgotten,

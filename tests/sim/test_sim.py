@@ -61,7 +61,7 @@ HAPPENED = """
     sessions_expired, clients_vanished, streams_cut, frames_refused, engine_deaths, requests.decode.gone,
     requests.open.gone, own.adopt.ok, own.adopt.engine_lost, own.close.ok, requests_dropped,
     worker_dies, worker_hangs, worker_babbles, worker_stalls, client_vanishes, client_returns,
-    client_stops_reading, time_jumps
+    client_stops_reading, time_jumps, requests_resumed, sessions_quarantined
 """
 
 

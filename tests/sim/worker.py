@@ -53,9 +53,10 @@ class Process:
         link: Link,
         fate: Fate,
         costs: Costs,
+        poisonable: bool = False,
     ) -> None:
         self.loop, self.draw, self.pid, self.model, self.link, self.fate = loop, draw, pid, model, link, fate
-        self.costs = costs
+        self.costs, self.poisonable = costs, poisonable
         self.returncode: int | None = None
         self.stderr = asyncio.StreamReader(loop=loop)
         self.engine: Engine | None = None
@@ -153,6 +154,9 @@ class Process:
                 self.engine.take(message)
         turn = self.engine.begin()
         if turn is not None and not (self.stopping and self.loop.time() >= self._stop_by_s):
+            if self.poisonable and self.engine.poisoned(turn):
+                self.exit(-int(signal.SIGKILL))
+                return
             turn.ms += self.stall_ms
             self.stall_ms = 0.0
             self.loop.after(turn.ms / 1000, self._landed, turn)

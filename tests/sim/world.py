@@ -250,6 +250,7 @@ class World:
             self._links[given["--endpoint"]],
             fate,
             self.nature.costs,
+            self.nature.poison,
         )
         self.processes = [old for old in self.processes if old.alive] + [process]
         return process
@@ -273,6 +274,14 @@ class World:
         """Notes what clients were told and what reached the daemon, without changing it."""
         broker = self.broker
         send, receive = broker.peers.send, broker.desk.receive
+        reply = broker.tickets.reply
+
+        def replied(ticket: Any, body: Any) -> None:
+            if self.nature.poison:
+                self.invariants.blamed(ticket, body)
+            reply(ticket, body)
+
+        broker.tickets.reply = replied  # type: ignore[method-assign]
 
         def sent(peer: Any, frames: list[bytes], final: bool) -> bool:
             done = send(peer, frames, final)
