@@ -610,6 +610,8 @@ class World:
         self.clock = itertools.count(1)
         self.forgotten: set[str] = set()
         self.removed: list[str] = []  # by workers, and not yet told
+        self.made_as: dict[str, tuple[str, str] | None] = {}  # owner and name of each, the oldest first
+        self.told: set[str] = set()
         self.begin()
 
     def begin(self) -> None:
@@ -643,7 +645,11 @@ class World:
         gauges = self.snapshots.gauges()
         assert gauges["snapshots"] + gauges["snapshots_automatic"] == len(rows)
         assert gauges["snapshot_bytes"] + gauges["snapshot_automatic_bytes"] == sum(r.nbytes for r in rows)
-        assert not self.forgotten & {row.id for row in rows}
+        wanted = {row.id for row in rows}
+        assert not self.forgotten & wanted
+        assert {row.session for row in rows if row.automatic} <= self.alive
+        last = {key: known for known, key in self.made_as.items() if key is not None}
+        assert {known for known in last.values() if known in self.told - self.forgotten} <= wanted
 
     def made(self, drawn: random.Random) -> None:
         """A worker wrote one; the broker hears of it, or the worker is killed before."""
@@ -666,8 +672,10 @@ class World:
             None,
         )
         self.files[model][kept.id] = kept
+        self.made_as[kept.id] = None if name is None else (owner, name)
         self.files[model].pop(rival or "", None)
         if drawn.random() < 0.7:
+            self.told.add(kept.id)
             if not self.snapshots.kept(model, kept):
                 self.discard(model, [kept.id])
         else:
@@ -675,13 +683,14 @@ class World:
 
     def restart(self, model: str) -> None:
         self.up.add(model)
-        broken = [each for each in self.files[model] if hash(each) % 7 == 0]
+        broken = [each for each in self.files[model] if int(each, 16) % 7 == 0]
         kept = [each for each in self.files[model].values() if each.id not in broken]
         self.snapshots.reconcile(model, kept, broken)
         self.check()
-        wanted = {row.id for row in self.snapshots._rows.values() if row.model == model}
-        assert wanted <= set(self.files[model])
-        assert set(self.files[model]) <= wanted | set(broken)
+        rows = {row.id: row for row in self.snapshots._rows.values() if row.model == model}
+        assert rows.keys() <= set(self.files[model]), "what is gone isn't remembered"
+        assert not any(row.forgotten for row in rows.values()), "what was forgotten is gone"
+        assert set(self.files[model]) <= rows.keys() | set(broken), "what nobody wants is gone"
 
 
 @given(st.integers(0, 2**32), st.integers(1, 60))
