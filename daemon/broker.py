@@ -32,6 +32,7 @@ from stateroom.daemon.memory import Memory
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer, Peers
 from stateroom.daemon.pressure import Source, system_level
+from stateroom.daemon.prometheus import Page
 from stateroom.daemon.quotas import Quotas
 from stateroom.daemon.shelf import Shelf
 from stateroom.daemon.sockets import PublicSocket
@@ -76,6 +77,7 @@ class Broker:
         self._tick_alarm, self._flush_alarm = Alarm(self._tick), Alarm(self._flush)
         self._watch_alarm = Alarm(lambda: self.watchers.tick())
         self.metrics = Metrics()
+        self._page: Page | None = None
         self.peers = Peers(self._socket.send, self._vanished, lambda: self._flush_alarm.ring_in(FLUSH_S))
         pending = self.keeper.pending if self.keeper else None
         self.catalog = Catalog(clock, pending=pending, quotas=Quotas(config.quotas))
@@ -159,10 +161,21 @@ class Broker:
         endpoint = self._socket.bind(config.endpoint, self._pair if over_network(config.endpoint) else None)
         if config.listen is not None:
             self.listening = self._socket.bind(config.listen, self._pair)
+        if config.metrics_port is not None:
+            self._page = self._serve_page(config.metrics_port)
         for spec in self.config.models:
             self.supervisor.ensure(self.supervisor.engine_for(spec))
         self._tick_alarm.ring_in(TICK_S)
         return endpoint
+
+    def _serve_page(self, port: int) -> Page | None:
+        try:
+            page = Page(port, self.desk.figures, self.metrics.timings, asyncio.get_running_loop())
+        except OSError as error:
+            self.log.error("no metrics page", port=port, error=str(error))
+            return None
+        self.log.info("metrics page", port=page.port)
+        return page
 
     async def stop(self) -> None:
         """Refuses what is new, ends what runs, has sessions parked, ends the workers, keeps what is known."""
@@ -176,6 +189,9 @@ class Broker:
         await _until(lambda: not self.peers.waiting, FLUSH_LAST_S)
         for alarm in (self._tick_alarm, self._flush_alarm, self._watch_alarm):
             alarm.stop()
+        if self._page is not None:
+            # Its thread may be waiting for this loop.
+            await asyncio.to_thread(self._page.close)
         if self.carriage is not None:
             self.carriage.close()
         if self.keeper is not None:

@@ -74,6 +74,7 @@ class Config:
     log_content: bool = False
     disk_bytes_max: int | None = None  # of one model's snapshots; None: see `caches/snapshots/limits.py`
     disk_free_bytes: int | None = None  # what they leave free
+    metrics_port: int | None = None  # of the page for Prometheus, on loopback
     log_file: Path | None = None  # beside what goes to stderr
     worker_command: tuple[str, ...] = WORKER_COMMAND
     patience: Patience = field(default_factory=Patience)

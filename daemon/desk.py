@@ -361,8 +361,12 @@ class Desk:
         else:
             self._work.unload(ticket, engine)
 
-    def stats(self, owner: str) -> StatsResult:
-        """Counters since start, gauges of now. Of what is told by owner: this one's."""
+    def figures(self) -> StatsResult:
+        """As `stats`, of everybody: for whoever runs the daemon."""
+        return self.stats(None)
+
+    def stats(self, owner: str | None) -> StatsResult:
+        """Counters since start, gauges of now. Of what is told by owner: this one's; None: everybody's."""
         lasting = [ticket for ticket in self._tickets if not isinstance(ticket.request, AT_ONCE)]
         held = sum(ticket.state is RequestState.HELD for ticket in lasting)
         sessions = [session for session in self._catalog if session.published_as is None]

@@ -120,11 +120,15 @@ class Engine:
             id=self.id, loaded=self.ready, context=known.context, vocab=known.vocab, kinds=known.kinds
         )
 
-    def health(self, owner: str) -> dict[str, Any]:
+    def health(self, owner: str | None) -> dict[str, Any]:
         """What `stats` says of it to an owner, who isn't told how much others use it, or who they are."""
         now_s = self._supervisor.clock()
         own = f"{OF_OWNER}{owner}"
-        gauges = {name: n for name, n in self.gauges.items() if name == own or not name.startswith(OF_OWNER)}
+        gauges = {
+            name: figure
+            for name, figure in self.gauges.items()
+            if owner is None or name == own or not name.startswith(OF_OWNER)
+        }
         return {
             "id": self.id,
             "state": "silent" if self.ready and self.silent else self.state.value,

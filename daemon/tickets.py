@@ -24,6 +24,7 @@ from stateroom.client.protocol import (
     Request,
     Result,
     SessionRequest,
+    TokenEvent,
     Verify,
 )
 from stateroom.client.wire import body_to_wire, encode_reply, to_wire
@@ -60,6 +61,7 @@ class Ticket:
     model: str | None = None  # whose engine has it, or is waited for
     generation: int | None = None  # the worker that has it
     cancel_wanted: bool = False  # asked for while it could not be ended yet
+    told_s: float | None = None  # when its last tokens were told
     snapshot: str | None = None  # that a `restore` takes; the path of what an `import` brought
     on_end: Callable[[], None] | None = None  # lets go of what it had
     base: int | None = None  # the session's length when it was first sent
@@ -165,6 +167,8 @@ class Tickets:
             self._ended(ticket, body)
         elif before in MUTE:
             return
+        elif isinstance(body, TokenEvent):
+            self._time(ticket)
         if ticket.peer is None or before is RequestState.ORPHANED:
             return
         frame = encode_reply(Reply(id=ticket.id, seq=ticket.seq, body=body))
@@ -173,6 +177,14 @@ class Tickets:
             self._metrics.count("replies")
         else:
             self._on_overflow(ticket.peer)
+
+    def _time(self, ticket: Ticket) -> None:
+        now_s, timings = self._clock(), self._metrics.timings
+        if ticket.told_s is None:
+            timings.first_token.add(now_s - ticket.started_s)
+        else:
+            timings.token_gap.add(now_s - ticket.told_s)
+        ticket.told_s = now_s
 
     def orphan(self, ticket: Ticket) -> None:
         """Its client is gone. A request that an engine has goes on until the engine ends it."""
@@ -237,6 +249,7 @@ class Tickets:
     def _count_tokens(self, body: Body) -> None:
         if isinstance(body, DecodeResult):
             self._metrics.count("tokens_decoded", body.usage.decoded)
+            self._metrics.timings.queue.add(body.usage.queue_ms / 1000)
             self._metrics.count("tokens_prefilled", body.usage.prefilled)
         elif isinstance(body, OpenResult | LengthResult) and body.receipt is not None:
             self._metrics.count("tokens_prefilled", body.receipt.prefilled)

@@ -99,6 +99,12 @@ def serve(
     allow_any_model: Annotated[
         bool, typer.Option(help="Let clients open any model by its path or Hugging Face id.")
     ] = False,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Tell Prometheus how things are, on 127.0.0.1; 0 takes any port."
+        ),
+    ] = None,
     log: Annotated[LogFormat, typer.Option(help="The log's form, on stderr.", envvar="STATEROOM_LOG")] = (
         "console"
     ),
@@ -145,6 +151,7 @@ def serve(
         log_level=log_level,
         log_content=log_content,
         log_file=log_path(home_dir()),
+        metrics_port=metrics_port,
         disk_bytes_max=parse_bytes(disk) if disk else None,
         disk_free_bytes=parse_bytes(disk_free) if disk_free else None,
     )
