@@ -565,6 +565,7 @@ class Work:
         if change.tokens:
             self._got_on(session, len(change.tokens))
         if session.resident is not resident and session.state is not SessionState.OPENING:
+            self._metrics.count(f"moved.{session.tier}")
             details = {"tier": session.tier}
             event = Event(event="session_moved", session=session.id, model=session.model, details=details)
             self._watchers.publish(event, session.owner)
