@@ -50,7 +50,7 @@ class DonorView:
 class StoredRows(Unfinished[Forward, tuple[int, ...]]):
     """The planes of some layers for `rows` rows, and the one layout they share."""
 
-    __slots__ = ("_at", "_junk", "chains", "codecs", "layout", "planes", "reach")
+    __slots__ = ("_at", "_junk", "_token_bytes", "chains", "codecs", "layout", "planes", "reach")
 
     def __init__(self, codecs: Sequence[LayerCodecs], rows: int = 1, reach: Reach = FULL) -> None:
         super().__init__()  # a round remembers offsets
@@ -62,6 +62,7 @@ class StoredRows(Unfinished[Forward, tuple[int, ...]]):
             at += [at[-1] + keys.planes, at[-1] + keys.planes + values.planes]
         self._at = tuple(at)  # where each layer's keys begin, then its values
         self.planes: list[Plane] = [None] * at[-1]
+        self._token_bytes = 0  # once all planes are there; it doesn't change
         self._junk = False  # a lone row may have bytes behind its end; it never reads there
         # What a row of full reach has before its columns, shared with others; its layout calls it forgotten.
         self.chains: tuple[Chain, ...] = ((),) * rows
@@ -476,10 +477,15 @@ class StoredRows(Unfinished[Forward, tuple[int, ...]]):
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token of one row in all planes; 0 before the first append."""
+        if self._token_bytes:
+            return self._token_bytes
         planes: Sequence[Plane] = self.planes
         if not any(p is not None for p in planes):
             planes = next((chain[0].trunk.planes for chain in self.chains if chain), ())
-        return sum(p.shape[1] * p.shape[3] * p.dtype.size for p in planes if p is not None)
+        nbytes = sum(p.shape[1] * p.shape[3] * p.dtype.size for p in planes if p is not None)
+        if all(p is not None for p in planes):
+            self._token_bytes = nbytes
+        return nbytes
 
     @property
     def nbytes_live(self) -> int:
