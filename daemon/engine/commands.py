@@ -30,7 +30,7 @@ from stateroom.daemon.engine.score import Score
 from stateroom.daemon.engine.session import Change, Session, apply, common_prefix, plan
 from stateroom.daemon.engine.snapshots import Snapshots
 from stateroom.daemon.engine.stream import Stream
-from stateroom.daemon.engine.verify import begin_verify
+from stateroom.daemon.engine.verify import CANCELLED, begin_verify
 from stateroom.daemon.link import Adopt, Budget, CancelCommand, ChatTurn, Command, Discard
 
 
@@ -77,7 +77,8 @@ class Commands:
 
     def _take(self, command: Command | Adopt) -> None:
         rid, session = command.rid, self.engine.sessions.get(command.session or "")
-        self.engine.touch(session)
+        if not _picked(command):
+            self.engine.touch(session)
         again, give_up = partial(self._carry_out, command), partial(self._give_up, command)
         try:
             again()
@@ -418,9 +419,12 @@ class Commands:
         engine.answer(work.rid, work.result(), engine.journal(session, session.length))
 
     def _verify(self, command: Command, request: p.Verify) -> None:
-        picked = request.session is None  # by the broker
+        picked = _picked(command)
         session = self._session(command) if picked else self._idle_session(command)
-        begin_verify(self.engine, command.rid, session, picked=picked)
+        if command.rid == self._given_up:
+            self.engine.answer(command.rid, CANCELLED)
+        else:
+            begin_verify(self.engine, command.rid, session, picked=picked)
 
     # ------------------------------------------------------------ disk
 
@@ -450,3 +454,10 @@ class Commands:
         self.engine.decoding.guessers.forget(session)
         self.engine.sharing.leave(session)
         self.engine.answer(command.rid, p.CloseResult(freed_bytes=freed))
+
+
+def _picked(command: Command | Adopt) -> bool:
+    """The broker only looks at the session, by itself: that is no use of it."""
+    return (
+        isinstance(command, Command) and isinstance(command.request, p.Verify) and not command.request.session
+    )

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx import nn
 
 from stateroom.caches.session import SessionCache
-from stateroom.client.errors import Invalid, NotFound, Numeric
+from stateroom.client.errors import Capacity, Invalid, NotFound, Numeric
 from stateroom.client.protocol import Scheme, VerifyResult
 from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.session import Session, plan
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from stateroom.daemon.engine.filling import Work
 
 
+RETRY_AFTER_S = 60.0  # told to whoever had a session picked that there was no room to verify
 # By how much logits of healthy sessions may differ, of the largest: ten times what was seen, or more. A
 # prompt that is computed in other pieces rounds otherwise, and where that moves a value over the edge between
 # two levels of a quantised store, it is stored as the other one.
@@ -138,7 +139,7 @@ def begin_verify(engine: Engine, rid: int, session: Session, *, picked: bool) ->
     session that the broker has `picked` by itself is only looked at.
 
     Raises `Invalid` for an empty session, `NotFound` for a picked one that isn't idle and resident any more,
-    `Capacity`; nothing has changed.
+    `Capacity`, which for a picked one nobody else gives way to avoid; nothing has changed.
     """
     if not session.tokens:
         raise Invalid("An empty session has nothing to verify; prefill something first.", field="session")
@@ -146,6 +147,12 @@ def begin_verify(engine: Engine, rid: int, session: Session, *, picked: bool) ->
     if picked and (taken or session.missing or session.cache is None):
         raise NotFound("There is no idle session with KV right now.", field="session")
     nbytes = _needed_bytes(engine, session)
+    if picked and not engine.memory.has_room(nbytes):
+        raise Capacity(
+            f"There is no room for {nbytes} bytes of KV now; nobody is made to leave for this.",
+            needed_bytes=nbytes,
+            retry_after_s=RETRY_AFTER_S,
+        )
     if not session.missing:
         engine.memory.admit_bytes(nbytes, {session})
         _begin(engine, rid, session, nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +14,7 @@ from stateroom.caches.rows import PackedRows
 from stateroom.client import protocol as p
 from stateroom.daemon.engine.model import LoadedModel
 from stateroom.daemon.engine.session import Session
-from stateroom.daemon.engine.verify import Verify, bound
+from stateroom.daemon.engine.verify import CANCELLED, RETRY_AFTER_S, Verify, bound
 
 DENSE_BOUND = 1e-4  # of the largest logit, as the law
 QUANTISED_BOUND = 0.02
@@ -258,6 +259,48 @@ def test_it_is_admitted_by_the_budget(loaded: LoadedModel) -> None:
         assert body.details["needed_bytes"] >= one
         bench.engine.memory.budget_bytes = 4 * one
         assert relative(verified(bench, "far")) <= DENSE_BOUND
+
+
+def test_nobody_gives_way_to_one_that_was_picked_nor_is_it_a_use(loaded: LoadedModel) -> None:
+    one = Bench(loaded).engine.schemes.dense.projected_bytes(len(LONG), 512)
+    bench = Bench(loaded, kv_budget_bytes=2 * one + one // 2)
+    old, new = bench.open(LONG), bench.open(LONG[::-1])
+    body = bench.finish(bench.start(p.Verify(), new))
+    assert isinstance(body, p.ErrorBody)
+    assert (body.code, body.details["retry_after_s"]) == ("capacity", RETRY_AFTER_S)
+    assert all(bench.session(session).stored for session in (old, new))
+    assert relative(verified(bench, new)) <= DENSE_BOUND  # who asks for it is served
+    assert bench.session(old).stored == 0
+    bench.engine.memory.budget_bytes = None
+    used_ms = bench.session(new).used_ms
+    assert isinstance(bench.finish(bench.start(p.Verify(), new)), p.VerifyResult)
+    assert bench.session(new).used_ms == used_ms
+
+
+def test_one_that_waits_for_room_can_be_cancelled(loaded: LoadedModel) -> None:
+    one = Bench(loaded).engine.schemes.dense.projected_bytes(len(LONG), 512)
+    bench = Bench(loaded, kv_budget_bytes=2 * one + one // 2)
+    busy, session = bench.open([1, 2, 3]), bench.open(LONG)
+    stream = bench.start(p.Decode(session=busy, max_tokens=300, ignore_eos=True))
+    rid = bench.start(p.Verify(session=session))
+    assert bench.final(rid) is None
+    assert rid in bench.engine.ladder.rids
+    bench.cancel(rid)
+    assert bench.finish(rid) == CANCELLED
+    bench.cancel(stream)
+    bench.finish(stream)
+    bench.check_law(session)
+
+
+def test_what_was_read_from_disk_is_what_its_tokens_give(loaded: LoadedModel, tmp_path: Path) -> None:
+    for name, kv in SCHEMES.items():
+        bench = Bench(loaded, folder=tmp_path / name)
+        session = bench.open(LONG, kv=kv)
+        assert isinstance(bench.call(p.Park(session=session)), p.ParkResult)
+        assert bench.session(session).stored == 0
+        assert verified(bench, session).healthy, name
+        assert bench.session(session).stored == len(LONG) - 1
+        bench.close()
 
 
 def test_a_failing_pass_ends_it_alone(bench: Bench) -> None:
