@@ -80,6 +80,7 @@ class Ladder:
         self._limit: int | None = None  # a budget that is to be told once it is kept
         self._most = 0  # that the budget may become, as the broker said
         self._seen: object = None  # what there was when nobody who waits could be helped
+        self._wished = 0  # bytes
         self._progress_ms = 0.0  # when a session last gave way
         self.demoted = 0
 
@@ -112,7 +113,13 @@ class Ladder:
         """Ends a request that waits, now. Others are passed over."""
         held = self._held.pop(rid, None)
         if held is not None:
+            self._next, self._seen = [], None  # who was to leave for it may stay
             held.waiter.give_up()
+
+    def wish(self, nbytes: int) -> None:
+        """It would be of use, though nobody waits for it: who is idle gives it where there is a disk."""
+        if self._engine.disk is not None:
+            self._wished = max(self._wished, nbytes)
 
     # ------------------------------------------------------------ the budget
 
@@ -128,10 +135,10 @@ class Ladder:
 
     def turn(self) -> None:
         """Looks whether who waits can go on, or has waited long enough."""
-        if not self._held and self._limit is None:
-            self._next = []
-            return
         self._send_off()
+        if not self._held and self._limit is None:
+            self._fulfil()
+            return
         seen = (self._engine.memory.free_bytes, tuple(self._engine.requests))
         if not self._leaving and seen != self._seen:
             self._keep_within()
@@ -142,6 +149,15 @@ class Ladder:
         for held in list(self._held.values()):
             if now_ms - max(held.since_ms, self._progress_ms) >= ROOM_WAIT_S * 1000.0:
                 self._refuse(held)
+
+    def _fulfil(self) -> None:
+        """What was wished for, from the longest idle; it comes to more than one checkpoint mostly."""
+        if not self._wished or self._leaving:
+            return
+        lacking, self._wished = self._wished - self._engine.memory.free_bytes, 0
+        if lacking > 0:
+            idle, parts = self._engine.memory.idle()
+            self._demote(plan(idle, parts, lacking) or [])
 
     def _keep_within(self) -> None:
         memory = self._engine.memory
@@ -197,6 +213,7 @@ class Ladder:
 
     def _refuse(self, held: _Held) -> None:
         del self._held[held.waiter.rid]
+        self._next, self._seen = [], None
         idle, parts = self._engine.memory.idle(held.theirs)
         free = self._engine.memory.free_bytes
         held.waiter.fail(held.refusal.after(free, freeable(idle, parts)))

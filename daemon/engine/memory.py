@@ -201,10 +201,15 @@ class Memory:
             return
         session.trail.last = length  # one that is too large isn't tried again at the next token
         nbytes = cache.checkpoint_bytes(row)
-        if nbytes <= session.trail.bytes_max and self.has_room(nbytes):
-            checkpoint = cache.checkpoint(row)
-            assert checkpoint is not None
-            session.trail.add(checkpoint)
+        if nbytes > session.trail.bytes_max:
+            return
+        lacking = nbytes - self.free_bytes
+        if lacking > 0 and not self._made_room(lacking, {session}):
+            self._engine.ladder.wish(nbytes)  # for the next one
+            return
+        checkpoint = cache.checkpoint(row)
+        assert checkpoint is not None
+        session.trail.add(checkpoint)
 
     # ------------------------------------------------------------ what is admitted
 

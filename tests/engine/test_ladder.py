@@ -506,3 +506,22 @@ def test_whatever_is_asked_the_budget_and_the_law_hold(
     assert not [body for body in bodies if isinstance(body, p.ErrorBody)]
     for name in bench.engine.sessions:
         bench.check_law(name)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "lfm2"])
+def test_who_is_active_leaves_checkpoints_though_memory_is_full(tmp_path: Path, kind: str) -> None:
+    """Else each edit of a session that can't be trimmed would compute all of it once others fill memory."""
+    model = make_tiny_model(kind, context=2048)
+    bench = bench_of(model, tmp_path, budget=4 * row_of(model, 300))
+    for n in range(6):
+        opened(bench, tokens_of(300, n))
+    (session,) = opened(bench, tokens_of(300, 6))
+    for n in range(3):
+        bench.call(p.Prefill(session=session, tokens=tokens_of(60, n)))
+        bench.idle()
+    synced = bench.call(
+        p.Sync(session=session, tokens=[*tokens_of(300, 6), *tokens_of(60, 0), *tokens_of(60, 1), 5])
+    )
+    assert isinstance(synced, p.LengthResult)
+    assert synced.receipt.reused >= 419
+    exact(bench, session)
