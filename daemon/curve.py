@@ -14,6 +14,7 @@ from stateroom.daemon.keys import Allowed, Keys, Pair, zap_answer, zap_key
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"stateroom"
+HANDSHAKE_MS = 5_000  # after which who hasn't shown a key is gone
 WAITING_MAX = 1_024  # questions about connections that may wait for their answer
 
 
@@ -29,6 +30,7 @@ def demand_keys(socket: zmq.Socket[bytes], pair: Pair) -> None:
     socket.set(zmq.CURVE_SECRETKEY, pair.secret.encode())
     socket.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
     socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a door nobody comes in
+    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
 
 
 class Door:

@@ -57,7 +57,7 @@ def connections_most(files: int) -> int:
 
 
 def hang_up(descriptor: int) -> None:
-    """Ends a connection of libzmq's from below: it has no call for that, and takes it for its peer's doing."""
+    """Ends a connection of libzmq's from below; libzmq takes it for the peer's doing."""
     with contextlib.suppress(OSError):
         taken = sockets.socket(fileno=descriptor)
         try:
