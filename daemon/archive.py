@@ -72,8 +72,11 @@ class Archive:
 
     def on_kept(self, model: str, kept: Sequence[Kept], broken: Sequence[str]) -> None:
         """All that is there of a model, now that its worker has started."""
-        for row in self.snapshots.reconcile(model, kept, broken):
-            self._lost(row)
+        self.snapshots.reconcile(model, kept, broken)
+        there = {each.id for each in kept}.union(broken)
+        for session in self._catalog:
+            if session.model == model and session.snapshot is not None and session.snapshot not in there:
+                self._changed(session, None, 0)
         for each in kept:
             if each.name is None and self.snapshots.is_wanted(each.id):
                 self._hold(each)

@@ -167,22 +167,21 @@ class Snapshots:
             self._pending.drop(SnapshotRow, snapshot)
         return row
 
-    def reconcile(self, model: str, kept: Iterable[Kept], broken: Iterable[str]) -> list[SnapshotRow]:
-        """What is there of a model when its worker starts, all of it. Gives the rows that have no files.
+    def reconcile(self, model: str, kept: Iterable[Kept], broken: Iterable[str]) -> None:
+        """What is there of a model when its worker starts, all of it.
 
         What can't be read stays while somebody may want it: to restore it says what is wrong.
         """
         told = {each.id: each for each in kept}
         there = set(told).union(broken)
-        lost = [row for row in list(self._rows.values()) if row.model == model and row.id not in there]
-        for row in lost:
-            self.gone(row.id)
+        for row in list(self._rows.values()):
+            if row.model == model and row.id not in there:
+                self.gone(row.id)
         for each in sorted(told.values(), key=lambda each: each.created_ms):
             self.kept(model, each)
         unwanted = [known for known in there if self._unwanted(known, known in told)]
         if unwanted:
             self.discard(model, sorted(unwanted))
-        return [row for row in lost if not row.forgotten]
 
     def _unwanted(self, snapshot: str, readable: bool) -> bool:
         row = self._rows.get(snapshot)
