@@ -70,10 +70,15 @@ class Ticket:
     account: str = ""  # the owner that it was counted for; "": the broker's own isn't
 
     @property
+    def looks(self) -> bool:
+        """It verifies a session that the daemon picked, which is no use of it."""
+        return isinstance(self.request, Verify) and self.request.session is None
+
+    @property
     def reads(self) -> bool:
         """It looks at its session and leaves it to whoever has it."""
         if isinstance(self.request, Verify):
-            return self.request.session is None  # one that the daemon picked
+            return self.looks
         return isinstance(self.request, SessionRequest) and not OPERATIONS[self.op].changes
 
     @property

@@ -31,11 +31,12 @@ class Unloading:
         if self._after_s is None:
             return
         now_s = self._clock()
-        in_use = {ticket.model for ticket in self._tickets}
+        busy = {ticket.model for ticket in self._tickets}
+        in_use = {ticket.model for ticket in self._tickets if not ticket.looks}
         for engine in self._supervisor.engines:
             if engine.id in in_use:
                 engine.used_s = now_s
-            elif engine.ready and now_s - engine.used_s >= self._after_s:
+            elif engine.ready and engine.id not in busy and now_s - engine.used_s >= self._after_s:
                 self._unload(engine)
 
     def _unload(self, engine: Engine) -> None:

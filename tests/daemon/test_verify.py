@@ -95,6 +95,25 @@ def test_rounds_look_at_every_session_one_at_a_time(start_broker: StartBroker) -
     assert client.ask("stats")["counters"]["own.verify.ok"] >= 3
 
 
+def test_the_daemons_own_looks_keep_no_model_loaded(start_broker: StartBroker) -> None:
+    rig = start_broker("verify=slow", unload_after_s=3600.0, verify_every_s=0.01)
+    rig.client("mine").open([1, 2, 3])
+
+    def looks(broker: Broker) -> bool:
+        broker.work.look_round()
+        return any(ticket.looks for ticket in broker.tickets)
+
+    rig.until(looks)
+    unloading, engine = rig.look(lambda broker: (broker.unloading, broker.supervisor.engine("toy")))
+    used_s = rig.look(lambda broker: engine.used_s)
+    rig.look(lambda broker: unloading.tick())
+    assert rig.look(lambda broker: engine.used_s) == used_s
+    unloading._after_s = 0.0
+    rig.look(lambda broker: unloading.tick())
+    assert rig.look(lambda broker: engine.ready)  # not while one is under way
+    unloading._after_s = 3600.0
+
+
 def test_a_worker_that_dies_under_a_picked_one_ends_it(start_broker: StartBroker) -> None:
     rig = start_broker("verify=slow")
     client = rig.client("mine")
