@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -14,20 +15,20 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.conftest import RunningDaemon, StartDaemon
-from tests.daemon.rig import Raw
 from tests.system.conftest import ConnectTo, RawClient, Restart, Tell, await_model
 from tests.system.footprint import gone, seconds_until
 from tests.system.test_streams import ENDLESS, PROMPT, begun, greedy
 
 from stateroom.client import connect
-from stateroom.client.errors import BadEndpoint, Disconnected, EngineLost, NoDaemon
+from stateroom.client.errors import BadEndpoint, Disconnected, NoDaemon
 from stateroom.client.paths import IPC_PATH_BYTES_MAX
 from stateroom.daemon.exits import CONFIG, FORBIDDEN, OK, RUNNING
 from stateroom.daemon.lock import LOCK_NAME
 
 pytestmark = pytest.mark.system
 
-LOST_S = 5.0  # from a worker's death to the last final error; a tenth of a second on an idle machine
+MANY = 300  # tokens: enough to be caught in the midst
+ENDED_S = 60.0  # for what a killed worker had to end with the next one
 RECOVER_S = 30.0  # a worker starts again: mlx's import and a tiny model
 ORPHANS_S = 2.0  # a worker outlives its broker by this at most
 LEAVE_S = 5.0  # from SIGTERM to the end
@@ -57,54 +58,47 @@ def refused(daemon: RunningDaemon) -> tuple[int, str]:
 # ---------------------------------------------------------------- a worker's death
 
 
-def test_a_killed_worker_fails_its_requests_by_name_and_loses_no_session(
+def test_a_killed_worker_loses_no_request_and_no_session(
     own_daemon: RunningDaemon, raw_client: RawClient, connect_to: ConnectTo, tell: Tell
 ) -> None:
-    """B52, B60: one final `engine_lost` each, promptly; then the sessions go on with the right tokens."""
+    """B52, B60: everything goes on with the next worker, at the next token; a stream is told by events."""
     client, room = raw_client(own_daemon, app="lost"), connect_to(own_daemon, "lost")
     events = room.watch()
     sessions = [client.open([*PROMPT, i]) for i in range(6)]
-    asked = [client.send("decode", session=s, max_tokens=ENDLESS, ignore_eos=True) for s in sessions[:3]]
+    asked = [client.send("decode", session=s, max_tokens=MANY, ignore_eos=True) for s in sessions[:3]]
     asked.append(client.send("prefill", session=sessions[3], tokens=[7] * 12_000, progress=True))
-    asked.append(
-        client.send("decode", session=sessions[4], max_tokens=ENDLESS, stream=False, ignore_eos=True)
-    )
+    asked.append(client.send("decode", session=sessions[4], max_tokens=MANY, stream=False, ignore_eos=True))
     for request_id in asked[:4]:
         client.begun(request_id)
     os.kill(worker_of(own_daemon), signal.SIGKILL)
     killed = time.monotonic()
-    replies = [client.replies(request_id) for request_id in asked]
+    replies = [client.replies(request_id, ENDED_S) for request_id in asked]
     told_s = time.monotonic() - killed
-    assert told_s < LOST_S
-    for session, each in zip(sessions, replies, strict=False):
-        error = each[-1]["error"]
-        assert error["code"] == "engine_lost"
-        assert "SIGKILL" in error["message"]
-        check_kept(client, session, each[:-1], error["details"]["length"])
-    back_s = time.monotonic() - killed
-    for session in sessions:
-        tokens = client.ask("tokens", session=session)["tokens"]
-        drawn = client.ask("decode", session=session, max_tokens=8, ignore_eos=True)
-        assert drawn["tokens"] == greedy(room, tokens)
-        assert drawn["usage"]["prefilled"] == len(tokens)  # all of it had to be computed again
-    heard = [next(events).event for _ in range(8)]
+    assert [each[-1]["kind"] for each in replies] == ["result"] * 5
+    for session, each in zip(sessions, replies[:3], strict=False):
+        tokens = [token for reply in each if reply["kind"] == "token" for token in reply["tokens"]]
+        assert tokens == each[-1]["tokens"]
+        assert len(tokens) == MANY
+        assert [reply["event"] for reply in each if reply["kind"] == "event"] == [
+            "engine_lost",
+            "engine_recovered",
+        ]
+        assert client.ask("tokens", session=session)["tokens"] == [
+            *PROMPT,
+            sessions.index(session),
+            *tokens,
+        ]
+    assert replies[3][-1]["length"] == len(PROMPT) + 1 + 12_000
+    for number in (0, 4):
+        whole = greedy(room, [*PROMPT, number], MANY)
+        assert replies[number][-1]["tokens"] == whole
+    heard = [event.event for event in (next(events) for _ in range(8))]
     assert heard == ["session_opened"] * 6 + ["engine_lost", "engine_recovered"]
     health = room.stats()
     assert (health.models[0]["deaths"], health.models[0]["state"]) == (1, "ready")
     assert health.gauges["running"] == 0
-    tell(
-        f"5 requests told in {told_s * 1000:.0f} ms; the first answer of the next worker after {back_s:.1f} s"
-    )
+    tell(f"5 requests survived a worker's death; all ended {told_s:.1f} s after it")
     client.nothing_more()
-
-
-def check_kept(client: Raw, session: str, told: list[dict[str, object]], length: int) -> None:
-    """The session has every token that was told, and as many as the error says."""
-    tokens = [token for reply in told if reply["kind"] == "token" for token in reply["tokens"]]  # type: ignore[attr-defined]
-    held = client.ask("tokens", session=session)["tokens"]
-    assert len(held) == length
-    assert held[len(PROMPT) + 1 :] == tokens
-    assert held[: len(PROMPT)] == PROMPT
 
 
 def test_requests_wait_for_a_worker_that_dies_while_it_starts(
@@ -116,8 +110,8 @@ def test_requests_wait_for_a_worker_that_dies_while_it_starts(
     wanted = greedy(room, PROMPT)
     stream = begun(session)
     os.kill(worker_of(own_daemon), signal.SIGKILL)
-    with pytest.raises(EngineLost):
-        stream.wait()
+    stream.close()
+    assert stream.result.finish == "cancelled"
     held = session.info().length
     again = session.decode(4, ignore_eos=True)  # held until there is a worker
     seconds_until(lambda: len(own_daemon.workers()) == 1, RECOVER_S, "the worker starts again")
@@ -132,7 +126,7 @@ def test_requests_wait_for_a_worker_that_dies_while_it_starts(
 def test_what_was_to_begin_or_end_when_the_worker_died(
     own_daemon: RunningDaemon, raw_client: RawClient
 ) -> None:
-    """B52: a `close` has happened, an `open` or `fork` has not; what is told and what is listed agree."""
+    """B52: a `close` has happened, an `open` or `fork` does so later; what is told and listed agree."""
     client = raw_client(own_daemon, app="between")
     closing, parent = client.open(PROMPT, name="closing"), client.open(PROMPT, name="parent")
     worker = worker_of(own_daemon)
@@ -147,11 +141,11 @@ def test_what_was_to_begin_or_end_when_the_worker_died(
     assert client.final(early)["error"]["details"]["request"] == {"op": "fork"}
     os.kill(worker, signal.SIGKILL)
     assert client.final(close)["kind"] == "result"
-    assert [client.final(each)["error"]["code"] for each in (opened, fork, read)] == ["engine_lost"] * 3
-    assert [session["name"] for session in client.ask("list")["sessions"]] == ["parent"]
-    client.open(PROMPT, name="opened")
-    assert client.ask("fork", session=parent, names=["left", "right"], n=2)["length"] == len(PROMPT)
-    assert client.ask("tokens", session="left")["tokens"] == PROMPT
+    assert [client.final(each, RECOVER_S)["kind"] for each in (opened, fork, read)] == ["result"] * 3
+    names = {session["name"] for session in client.ask("list")["sessions"]}
+    assert names == {"parent", "opened", "left", "right"}
+    for name in sorted(names):
+        assert client.ask("tokens", session=name)["tokens"] == PROMPT
 
 
 def test_a_stopped_worker_does_not_stop_the_daemon(
@@ -277,8 +271,8 @@ def test_stopping_with_a_stopped_worker(own_daemon: RunningDaemon, connect_to: C
     assert own_daemon.process.wait(LEAVE_S) == OK
     assert time.monotonic() - began < LEAVE_S
     assert gone(worker)
-    with pytest.raises((EngineLost, Disconnected)):
-        stream.wait()
+    with contextlib.suppress(Disconnected):
+        assert stream.wait().finish == "cancelled"
 
 
 # ---------------------------------------------------------------- places
