@@ -16,6 +16,7 @@ is loaded when it is first used.
 TYPE_CHECKING = False  # what typing.TYPE_CHECKING is, without its import
 if TYPE_CHECKING:
     from stateroom.client import errors
+    from stateroom.client.async_room import AsyncRoom
     from stateroom.client.asynchronous import connect_async
     from stateroom.client.blocking import connect
     from stateroom.client.errors import ClientError, Disconnected, NoDaemon, RequestTimeout, StateroomError
@@ -36,12 +37,13 @@ if TYPE_CHECKING:
         TokenEvent,
         VerifyResult,
     )
-    from stateroom.client.room import AsyncRoom, Room
+    from stateroom.client.room import Room
     from stateroom.client.session import AsyncSession, Session
     from stateroom.client.stream import AsyncEventStream, AsyncTokenStream, EventStream, TokenStream
     from stateroom.client.timeouts import Timeouts
 
 _MODULES = {
+    "async_room": ("AsyncRoom",),
     "asynchronous": ("connect_async",),
     "blocking": ("connect",),
     "errors": ("ClientError", "Disconnected", "NoDaemon", "RequestTimeout", "StateroomError"),
@@ -49,7 +51,7 @@ _MODULES = {
         "KV", "Caps", "DecodeResult", "Event", "Grammar", "LengthResult", "Message", "Progress", "Receipt",
         "Sampling", "SessionInfo", "SnapshotInfo", "Speculate", "TokenEvent", "VerifyResult",
     ),
-    "room": ("AsyncRoom", "Room"),
+    "room": ("Room",),
     "session": ("AsyncSession", "Session"),
     "stream": ("AsyncEventStream", "AsyncTokenStream", "EventStream", "TokenStream"),
     "timeouts": ("Timeouts",),

@@ -16,6 +16,7 @@ from typing import cast
 import zmq
 import zmq.asyncio
 
+from stateroom.client.async_room import AsyncRoom
 from stateroom.client.blocking import (
     BURST_MAX,
     CLOSED,
@@ -44,7 +45,6 @@ from stateroom.client.inbox import AsyncInbox, Exchange
 from stateroom.client.keyfile import ClientKey, key_for
 from stateroom.client.paths import check_endpoint, default_endpoint
 from stateroom.client.protocol import HelloResult, Request, Result
-from stateroom.client.room import AsyncRoom
 from stateroom.client.timeouts import CONNECT_TIMEOUT_S, Timeouts, Wait
 
 

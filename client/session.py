@@ -62,7 +62,8 @@ from stateroom.client.protocol import (
 from stateroom.client.stream import AsyncTokenStream, TokenStream
 
 if TYPE_CHECKING:
-    from stateroom.client.room import AsyncRoom, Room
+    from stateroom.client.async_room import AsyncRoom
+    from stateroom.client.room import Room
 
 R = TypeVar("R", bound=Result)
 

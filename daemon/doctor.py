@@ -267,4 +267,4 @@ def sample(room: Room) -> Iterator[Check]:
     if found and all(result.healthy for result in found):
         yield passed("sessions", f"{len(found)} computed again: the same as stored")
     elif not found:
-        yield passed("sessions", f"{resident} with KV on the device, none idle")
+        yield passed("sessions", f"{resident} with KV on the device, none of them idle")
