@@ -33,7 +33,7 @@ FLUSH_S = 0.25  # what was told to a client waits for so long before it is writt
 LASTING_S = 1.0  # and for so long before it outlives a loss of power
 RETRY_FIRST_S = 0.5  # after a flush that failed, doubled with each
 RETRY_MOST_S = 30.0
-LAST_S = 1.0  # for the last flush, at the daemon's end
+LAST_S = 0.3  # for a flush under way, and for the last one, at the daemon's end
 
 
 def open_store(state_dir: Path) -> Store:
@@ -67,7 +67,11 @@ class Keeper:
         self._store, self._clock, self._log = store, clock, log
         self._number = store.number  # of the last flush that was tried
         self._tail = Tail(store.file.with_name(TAIL_NAME))
-        self._take_in_tail()
+        try:
+            self._take_in_tail()
+        except BaseException:
+            store.close()
+            raise
         self.pending = Pending(self._tail.add, self._news)
         self.failures = 0
         self._alarm = Alarm(self._flush)
@@ -83,19 +87,25 @@ class Keeper:
         """What the process before was told and had not flushed when it was killed.
 
         Raises:
-            Leave: the disk is full.
+            Leave: the disk is full, or it doesn't fit the catalog. Both files are as they were.
         """
-        messages = self._tail.after(self._number)
-        if messages:
-            before = Pending()
-            replay(messages, before)
-            self._number = self._tail.number + 1
-            try:
+        try:
+            messages = self._tail.after(self._number)
+            if messages:
+                before = Pending()
+                replay(messages, before)
+                self._number = self._tail.number + 1
                 self._store.write(before.take(), lasting=True, number=self._number)
-            except NotWritten as error:
-                raise Leave(FAILED, f"{error}. {FREE_SPACE}") from error
-            self._store.reload()
-            self._log.info("journal taken in", messages=len(messages))
+                self._store.reload()
+                self._log.info("journal taken in", messages=len(messages))
+        except NotWritten as error:
+            raise Leave(FAILED, f"{error}. {FREE_SPACE}") from error
+        except Exception as error:
+            raise Leave(
+                DAMAGED,
+                f"{self._tail.file} doesn't fit {self._store.file.name}: {error!r}. To start without what it "
+                "holds, the last moments of the daemon before, move it away.",
+            ) from error
         self._tail.begin(self._number)
 
     def loaded(self) -> Everything:
@@ -185,6 +195,7 @@ class Keeper:
         closing = asyncio.get_running_loop().run_in_executor(self._thread, self._end, self.pending.take())
         _, late = await asyncio.wait([closing], timeout=LAST_S)
         if late:  # the process ends once it is through, or is ended before; nothing is lost by that
+            closing.cancel()  # only the waiting: nobody hears of its end
             self._log.warning("journal still being written", file=str(self._store.file))
         self._thread.shutdown(wait=False)
 

@@ -17,12 +17,13 @@ import pytest
 from stateroom.daemon import keeper as module
 from stateroom.daemon.clock import monotonic_s
 from stateroom.daemon.exits import DAMAGED, FORBIDDEN, RUNNING, Leave
-from stateroom.daemon.keeper import FILE_NAME, FLUSH_S, LASTING_S, Keeper, open_store
+from stateroom.daemon.keeper import FILE_NAME, FLUSH_S, LASTING_S, TAIL_NAME, Keeper, open_store
 from stateroom.daemon.logs import make_log
 from stateroom.daemon.store.pending import Batch
 from stateroom.daemon.store.rows import ModelRow, SessionRow
 from stateroom.daemon.store.schema import MIGRATIONS
 from stateroom.daemon.store.store import Store
+from stateroom.daemon.store.tail import Tail
 
 ROW = SessionRow("a", "owner", "model", "interactive", 1, 1)
 LONG_S = 10.0  # for what must come about soon
@@ -186,6 +187,24 @@ async def nothing(scene: Scene) -> None:
 
 
 # ---------------------------------------------------------------- files that can't be used
+
+
+def test_a_tail_that_does_not_fit_is_named_and_left_alone(tmp_path: Path) -> None:
+    play(tmp_path, nothing)
+    tail = Tail(tmp_path / TAIL_NAME)
+    store = open_store(tmp_path)
+    tail.begin(store.number)
+    tail.add(("changed", "nobody", 0, [1]))
+    tail.close(remove=False)
+    store.close()
+    before = [(tmp_path / name).read_bytes() for name in (FILE_NAME, TAIL_NAME)]
+    with pytest.raises(Leave) as caught:
+        play(tmp_path, nothing)
+    assert caught.value.code == DAMAGED
+    assert str(tmp_path / TAIL_NAME) in caught.value.message
+    assert [(tmp_path / name).read_bytes() for name in (FILE_NAME, TAIL_NAME)] == before
+    (tmp_path / TAIL_NAME).unlink()
+    play(tmp_path, nothing)
 
 
 def refused(folder: Path) -> Leave:

@@ -28,7 +28,7 @@ from stateroom.daemon.store.store import Store
 
 RUN_DAEMON = Path(__file__).with_name("run_daemon.py")
 ROOT = Path(__file__).parent.parent.parent
-KILLS = 8
+KILLS = int(os.environ.get("STATEROOM_KILLS", "8"))
 STREAMS = 4
 
 Again = Callable[..., Rig]
