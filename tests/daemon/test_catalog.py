@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stateroom.client.errors import Capacity, Exists, NotFound
-from stateroom.client.protocol import KindCaps, SessionInfo
+from stateroom.client.protocol import KV, KindCaps, SessionInfo
 from stateroom.client.wire import to_wire
 from stateroom.daemon.catalog import Catalog, Session
 from stateroom.daemon.clock import ManualClock
 from stateroom.daemon.lifecycle import SessionEvent
-from stateroom.daemon.link import Journal, Part
+from stateroom.daemon.link import ChatTurn, Journal, Part
 from stateroom.daemon.parts import Parts
+from stateroom.daemon.store.pending import Pending
+from stateroom.daemon.store.store import Store
 
 
 def add(catalog: Catalog, owner: str = "app", name: str | None = None, ttl_s: float | None = None) -> Session:
@@ -242,3 +247,71 @@ def test_idle_sessions_expire_by_the_clock_given() -> None:
     assert forever not in catalog.expired()
     assert catalog.expired() == [short]
     assert catalog.info(forever).age_s == pytest.approx(1019.9)
+
+
+OF_A_WORKER = ("tier", "kinds", "private_bytes", "live_bytes", "capacity_bytes", "disk_bytes", "checkpoints")
+
+
+def same(one: Catalog, two: Catalog) -> None:
+    """All that outlives a daemon, session by session."""
+    assert {session.id for session in one} == {session.id for session in two}
+    for session in one:
+        twin = two.get(session.id)
+        assert twin is not None
+        for name in ("tokens", "chat", "kv", "published_as", "trunk_length", "snapshot"):
+            assert getattr(twin, name) == getattr(session, name)
+        infos = [to_wire(catalog.info(each)) for catalog, each in ((one, session), (two, twin))]
+        times = [[info.pop(name, None) for name in ("age_s", "idle_s", "expires_in_s")] for info in infos]
+        assert times[0] == pytest.approx(times[1], abs=0.01)
+        for info in infos:
+            for name in OF_A_WORKER:
+                info.pop(name, None)
+        assert infos[0] == infos[1]
+    for owner in ("a", "b"):
+        trunks = [[trunk.trunk for trunk in catalog.trunks_of(owner)] for catalog in (one, two)]
+        assert trunks[0] == trunks[1]
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**32), acts=st.lists(st.integers(0, 9), max_size=40))
+def test_what_is_kept_is_taken_in_again(seed: int, acts: list[int]) -> None:
+    """Acts at random through the catalog, a flush at random, a real file: the next catalog is the same."""
+    drawn = random.Random(seed)
+    with TemporaryDirectory() as folder:
+        store, pending = Store(Path(folder) / "catalog.db"), Pending()
+        clock = ManualClock(50.0)
+        catalog = Catalog(clock, pending=pending, wall_ms=lambda: 10**12 + round(1000 * clock()))
+        for act in acts:
+            clock.advance(drawn.random() * 100)
+            sessions = [session for session in catalog if session.published_as is None]
+            if act <= 2 or not sessions:
+                session = add(catalog, drawn.choice("ab"), ttl_s=drawn.choice((None, 5000.0)))
+                session.kv = drawn.choice((None, KV(scheme="affine8")))
+                catalog.opened(session)
+                continue
+            session = drawn.choice(sessions)
+            if act <= 5:
+                new = [drawn.randrange(2**31) for _ in range(drawn.randrange(900))]
+                chat = [ChatTurn([], 3, 1)] if drawn.random() < 0.3 else None
+                snapshot = drawn.choice((None, "", "snapshot"))
+                keep = drawn.randint(0, session.length)
+                catalog.journal(session, Journal(session.id, keep, new, chat=chat, snapshot=snapshot))
+                catalog.touch(session)
+            elif act == 6 and session.id not in {info.trunk for info in catalog.trunks_of(session.owner)}:
+                trunk = catalog.publish(session, f"trunk-{drawn.randrange(2**60)}")
+                trunk.tokens = session.tokens[:]
+                trunk.advance(SessionEvent.OPENED)
+                catalog.opened(trunk)
+            elif act == 7:
+                session.quarantined = drawn.choice((None, "it kills"))
+                catalog.record(session)
+            elif act == 8:
+                close(catalog, session)
+            else:
+                store.write(pending.take())
+        store.write(pending.take())
+        store.reload()
+        again = Catalog(clock, wall_ms=lambda: 10**12 + round(1000 * clock()))
+        again.restore(store.loaded)
+        same(catalog, again)
+        store.close()
