@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 FRAMES ?= 1000000
 MINUTES ?= 5
+PROCESSES ?= 2
 
 # The first Python that is new enough: macOS's own python3 may be older than what Homebrew brought.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -28,7 +29,7 @@ demo: $(STAMP)  ## two programs that share one daemon and one model
 	@$(BIN)/stateroom demo
 
 test: $(STAMP)  ## all tests; ARGS="-k name" picks some
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup $(ARGS)
 
 bench: $(STAMP)  ## every figure that the README claims
 	@$(BIN)/python -m benchmarks $(ARGS)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,6 +24,30 @@ settings.load_profile("stateroom")
 START_S = 60.0  # a CPU worker imports mlx and loads a tiny model in about 3 s on an idle machine
 STOP_S = 10.0  # the daemon promises to leave within 5
 LOG_LINES_SHOWN = 200
+MEASURED = "measured"
+TESTS = Path(__file__).parent
+# Real processes are many and want both cores: these run one after the other, beside everything else.
+ALONE = ("system", "deploy", "packaging")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For several processes (`-n`): what takes longest first, and the tests of a file on one of them."""
+
+    def group(item: pytest.Item) -> str:
+        part = item.path.relative_to(TESTS).parts
+        return ALONE[0] if part[0] in ALONE else "/".join(part)
+
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group(item)))
+    items.sort(key=lambda item: group(item) != ALONE[0])
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    reports = [each for name in ("passed", "failed") for each in terminalreporter.getreports(name)]
+    told = [said for report in reports for name, said in report.user_properties if name == MEASURED]
+    if told:
+        terminalreporter.section(MEASURED)
+        terminalreporter.write("\n".join(told) + "\n")
 
 
 @dataclass

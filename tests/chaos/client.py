@@ -159,6 +159,13 @@ class ChaosClient:
 
     def held(self, session: str) -> Tokens:
         """What the daemon says that a session holds, once nothing runs in it."""
+        try:
+            return self._held(session)
+        except Wrong:
+            self.sessions.pop(session, None)  # nobody knows any more what it must hold
+            raise
+
+    def _held(self, session: str) -> Tokens:
 
         def ask() -> Tokens:
             tokens: Tokens = self.ask(p.ReadTokens(session=session), p.TokensResult).tokens
@@ -174,7 +181,6 @@ class ChaosClient:
         try:
             return self.patiently(ask)  # type: ignore[no-any-return]
         except NotFound:
-            del self.sessions[session]
             raise Wrong(f"{self._app}: the session {session} is gone") from None
 
     def settle(self, op: str, session: str, may_be: list[Tokens]) -> None:

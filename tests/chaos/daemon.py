@@ -43,7 +43,7 @@ class Daemon:
         }
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("STATEROOM_")}
         self.env = inherited | own
-        self._command = [sys.executable, "-m", "stateroom.daemon.cli", "serve", "--log", "json"]
+        self._command = [sys.executable, "-m", "tests.chaos.serve", "serve", "--log", "json"]
         self._command += ["--model", str(model), *arguments]
 
     def _mount(self) -> bool:
@@ -57,7 +57,12 @@ class Daemon:
         """Until it answers."""
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
-                self._command, env=self.env, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                self._command,
+                env=self.env,
+                cwd=Path(__file__).parents[2],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
             )
         self.starts += 1
         until = time.monotonic() + START_S
@@ -72,6 +77,18 @@ class Daemon:
                     ) from None
                 if time.monotonic() > until:
                     raise AssertionError(f"no daemon within {START_S} s:\n{self.log_tail()}") from None
+
+    def wait_until_decoding(self) -> None:
+        """Until streams run: a kill before that would be one of a worker that is only just starting."""
+        until = time.monotonic() + START_S
+        while time.monotonic() < until:
+            try:
+                with connect(endpoint=self.endpoint, app="chaos", timeout_s=1.0) as room:
+                    if any(model["gauges"].get("steps", 0) > 0 for model in room.stats().models):
+                        return
+            except (ClientError, StateroomError):
+                pass
+            time.sleep(0.05)
 
     def log_tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])

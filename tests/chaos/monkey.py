@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 from tests.chaos.daemon import Daemon
 
-PAUSE_S = (0.5, 6.0)  # between two misfortunes; a worker takes some three to load its model
+PAUSE_S = (0.0, 2.0)  # while streams run, before the next misfortune
 FILLER = "filler"
 FROZEN_S = (0.2, 1.5)  # of a worker, less than the daemon takes for a hang
 DEAF_S = (0.5, 3.0)  # of a client
@@ -42,6 +42,7 @@ class Monkey:
 
     def act(self) -> None:
         """One misfortune, after a pause."""
+        self._daemon.wait_until_decoding()
         time.sleep(self._draw.uniform(*PAUSE_S))
         name, cause = self._draw.choice(self._kinds)
         cause()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import zmq
-from tests.conftest import RunningDaemon, StartDaemon
+from tests.conftest import MEASURED, RunningDaemon, StartDaemon
 from tests.daemon.rig import Raw
 from tests.tiny import write_tiny_model
 
@@ -17,8 +17,6 @@ from stateroom.client import Room, connect
 
 LONG_CONTEXT = 16_384  # tokens: a stream that is to be caught running must not end first
 LOAD_S = 60.0
-
-_told: list[str] = []
 
 Tell = Callable[[str], None]
 RawClient = Callable[..., Raw]
@@ -29,13 +27,7 @@ Restart = Callable[[RunningDaemon], RunningDaemon]
 @pytest.fixture
 def tell(request: pytest.FixtureRequest) -> Tell:
     """Takes a figure that a test measured, to be shown at the end of the run, whether it passed or not."""
-    return lambda figure: _told.append(f"{request.node.name}: {figure}")
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if _told:
-        terminalreporter.section("measured")
-        terminalreporter.write("\n".join(_told) + "\n")
+    return lambda figure: request.node.user_properties.append((MEASURED, f"{request.node.name}: {figure}"))
 
 
 @pytest.fixture(scope="session")
