@@ -56,9 +56,10 @@ def nature_of(seed: int) -> Nature:
     faults = [fault for fault in FAULTS if draw.random() < 0.5]
     step_ms, token_ms = some([(8.0, 0.1), (25.0, 0.5), (60.0, 3.0)])
     small = draw.random() < 0.3  # limits that are met
-    poison = draw.random() < 0.1
+    own = random.Random(f"{seed}/poison")
+    poison = own.random() < 0.1
     if poison:
-        clients += [("poisoner", "poisoner", 0.5, 1) for _ in range(some([1, 3]))]
+        clients += [("poisoner", "poisoner", 0.5, 1) for _ in range(own.choice([1, 3]))]
         faults = [fault for fault in faults if fault.startswith("client")]
     budget = some([3_000, 20_000]) if draw.random() < 0.3 else 10**6
     return Nature(

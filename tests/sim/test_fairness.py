@@ -60,6 +60,7 @@ def hungry_nature(seed: int) -> Nature:
         hungry=hungry,
         rude=0,
         faults=[],
+        poison=False,
         bad_start=0.0,
         costs=costs,
         queue_max=64,
