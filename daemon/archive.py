@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 from stateroom.client.errors import Unsupported
 from stateroom.client.protocol import Event, ForgetResult, Save, SnapshotsResult
-from stateroom.daemon.catalog import Catalog, Session
+from stateroom.daemon.catalog import Catalog
 from stateroom.daemon.clock import WallClock, wall_ms
 from stateroom.daemon.link import Kept, Shelved
+from stateroom.daemon.session import Session
 from stateroom.daemon.snapshots import Snapshots
 from stateroom.daemon.store.rows import SnapshotRow
 

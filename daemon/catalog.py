@@ -8,91 +8,25 @@ was opened it tells to `pending`, from where it is written (`keeper`); `restore`
 from __future__ import annotations
 
 import secrets
-from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from stateroom.client.errors import Capacity, Exists, NotFound
 from stateroom.client.limits import SESSIONS_MAX, TRUNKS_MAX
-from stateroom.client.protocol import KV, ErrorBody, KindCaps, SessionClass, SessionInfo, TrunkInfo
+from stateroom.client.protocol import SessionClass, SessionInfo, TrunkInfo
 from stateroom.client.wire import to_wire
 from stateroom.daemon.clock import Clock, WallClock, wall_ms
-from stateroom.daemon.lifecycle import SESSIONS, SessionEvent, SessionState, after
-from stateroom.daemon.link import ChatTurn, Journal, Part
+from stateroom.daemon.lifecycle import SessionState
+from stateroom.daemon.link import Journal, Part
 from stateroom.daemon.parts import Parts
 from stateroom.daemon.quotas import Quotas
+from stateroom.daemon.session import NO_ENGINE, Session, restored
 from stateroom.daemon.shown import plain, shown
 from stateroom.daemon.store.pending import Pending, Unkept
-from stateroom.daemon.store.rows import Everything, ModelRow, SessionRow
+from stateroom.daemon.store.rows import Everything, ModelRow
 
 SESSION_ID_BYTES = 18  # 144 random bits: an id can't be guessed
 RETRY_AFTER_S = 1.0  # told to whoever meets the limit of sessions
-NO_ENGINE = -1  # generation of a session that is in no worker: it holds tokens only
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """One session. `generation` is that of the worker that knows it; `running` is the rid that has it."""
-
-    id: str
-    owner: str
-    name: str | None
-    model: str
-    session_class: SessionClass
-    ttl_s: float | None
-    created_ms: int  # of the wall clock; all other times are the catalog's clock
-    created_s: float
-    used_s: float
-    parents: list[str] = field(default_factory=list)
-    state: SessionState = SessionState.OPENING
-    tokens: array[int] = field(default_factory=lambda: array("I"))
-    kv: KV | None = None  # as it was opened
-    published_as: str | None = None  # it is a published trunk: nobody's session, forked by who knows its id
-    trunk: str | None = None  # the published trunk that it stems from, and how much of it that is
-    trunk_length: int = 0
-    own_bytes: int = 0
-    live_bytes: int = 0
-    parts: list[Part] = field(default_factory=list)
-    trim_floor: int = 0
-    checkpoints: list[int] = field(default_factory=list)
-    chat: list[ChatTurn] = field(default_factory=list)
-    resident: bool = False
-    snapshot: str | None = None  # the automatic one of its KV, and its bytes on disk
-    snapshot_bytes: int = 0
-    quarantined: str | None = None  # why nothing runs in it
-    kinds: list[KindCaps] = field(default_factory=list)
-    generation: int = NO_ENGINE
-    running: int | None = None
-    running_op: str | None = None
-    refusal: ErrorBody | None = None  # its worker would not take it over, and what asked isn't told yet
-    held: int | None = None  # rid of the `sync` or `close` that waits for the running request's end
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def tier(self) -> str:
-        if self.resident:
-            return "resident"
-        return "tokens" if self.snapshot is None else "disk"
-
-    def advance(self, event: SessionEvent) -> None:
-        self.state = after(SESSIONS, self.state, event)
-
-    def expires_in_s(self, now_s: float) -> float | None:
-        """Until it is closed when nothing touches it."""
-        if self.ttl_s is None or self.running is not None:
-            return self.ttl_s
-        return max(0.0, self.used_s + self.ttl_s - now_s)
-
-    @property
-    def capacity_bytes(self) -> int:
-        """What is allocated for its tokens; checkpoints are not."""
-        if not self.parts:
-            return self.own_bytes
-        return self.own_bytes + sum([part.bytes for part in self.parts if part.trunk])
 
 
 class Catalog:
@@ -196,7 +130,7 @@ class Catalog:
 
     def opened(self, session: Session) -> None:
         """It was made: from here on it is kept."""
-        self.pending.session(self._row(session))
+        self.pending.session(session.row(self._clock(), self._wall_ms()))
         self.pending.changed(session.id, 0, session.tokens)
         self.pending.chat(session.id, session.chat)
         self.pending.hurry()
@@ -204,63 +138,19 @@ class Catalog:
     def record(self, session: Session) -> None:
         """Something of it changed that isn't its tokens or its chat."""
         if session.state not in (SessionState.OPENING, SessionState.CLOSED):
-            self.pending.session(self._row(session))
+            self.pending.session(session.row(self._clock(), self._wall_ms()))
 
     def loaded(self, model: str, spec: str) -> None:
         """A model was loaded: from where, for sessions of it that outlive this daemon."""
         self.pending.put(ModelRow(model, spec, {}, self._wall_ms()))
 
-    def _row(self, session: Session) -> SessionRow:
-        idle_ms = round((self._clock() - session.used_s) * 1000)
-        return SessionRow(
-            id=session.id,
-            owner=session.owner,
-            model=session.model,
-            session_class=session.session_class,
-            created_ms=session.created_ms,
-            used_ms=self._wall_ms() - idle_ms,
-            name=session.name,
-            ttl_s=session.ttl_s,
-            kv=session.kv,
-            parents=session.parents,
-            published_as=session.published_as,
-            trunk=session.trunk,
-            trunk_length=session.trunk_length,
-            snapshot=session.snapshot,
-            quarantined=session.quarantined,
-        )
-
     def restore(self, kept: Everything) -> None:
-        """Takes in what a daemon before left. All of it is in no worker yet.
-
-        A clock that was set back since makes nothing older than it is.
-        """
+        """Takes in what a daemon before left. All of it is in no worker yet."""
         now_s, now_ms = self._clock(), self._wall_ms()
         bytes_of = {row.id: row.nbytes for row in kept.snapshots}
         for stored in kept.sessions:
-            row = stored.row
-            session = Session(
-                id=row.id,
-                owner=row.owner,
-                name=row.name,
-                model=row.model,
-                session_class=row.session_class,
-                ttl_s=row.ttl_s,
-                created_ms=row.created_ms,
-                created_s=now_s - max(0, now_ms - row.created_ms) / 1000,
-                used_s=now_s - max(0, now_ms - row.used_ms) / 1000,
-                parents=row.parents,
-                state=SessionState.IDLE,
-                tokens=stored.tokens,
-                kv=row.kv,
-                published_as=row.published_as,
-                trunk=row.trunk,
-                trunk_length=row.trunk_length,
-                chat=stored.chat,
-                snapshot=row.snapshot,
-                snapshot_bytes=bytes_of.get(row.snapshot or "", 0),
-                quarantined=row.quarantined,
-            )
+            nbytes = bytes_of.get(stored.row.snapshot or "", 0)
+            session = restored(stored, now_s, now_ms, nbytes)
             self._sessions[session.id] = session
             self.quotas.add(session.owner, "sessions", 1)
             if session.name is not None:

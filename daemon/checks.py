@@ -13,10 +13,11 @@ from typing import Protocol
 
 from stateroom.client.errors import NotFound
 from stateroom.client.protocol import Event, VerifyResult
-from stateroom.daemon.catalog import Catalog, Session
+from stateroom.daemon.catalog import Catalog
 from stateroom.daemon.clock import Clock
 from stateroom.daemon.lifecycle import SessionState
 from stateroom.daemon.metrics import Metrics
+from stateroom.daemon.session import Session
 
 
 class Engine(Protocol):

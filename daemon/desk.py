@@ -68,7 +68,7 @@ from stateroom.client.protocol import (
 from stateroom.client.wire import PlainResult, to_wire
 from stateroom.daemon.archive import Archive
 from stateroom.daemon.carriage import Carriage
-from stateroom.daemon.catalog import Catalog, Session
+from stateroom.daemon.catalog import Catalog
 from stateroom.daemon.keys import Guest
 from stateroom.daemon.lifecycle import RequestEvent, RequestState, SessionState
 from stateroom.daemon.logs import incident
@@ -76,6 +76,7 @@ from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer, Peers
 from stateroom.daemon.quotas import surely_computes
 from stateroom.daemon.requests import Parsed, Refused, parse, read_id
+from stateroom.daemon.session import Session
 from stateroom.daemon.shelf import Shelf
 from stateroom.daemon.supervisor import Supervisor
 from stateroom.daemon.tickets import Ticket, Tickets

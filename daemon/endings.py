@@ -20,10 +20,11 @@ from stateroom.client.protocol import (
     ScoreResult,
     Usage,
 )
-from stateroom.daemon.catalog import NO_ENGINE, Catalog, Session
+from stateroom.daemon.catalog import Catalog
 from stateroom.daemon.lifecycle import SessionEvent, SessionState
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.recovery import LIFTS
+from stateroom.daemon.session import NO_ENGINE, Session
 from stateroom.daemon.tickets import Ticket
 
 Told = list[tuple[Event, str]]  # events, each with the owner it is for

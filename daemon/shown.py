@@ -8,7 +8,7 @@ from stateroom.client.protocol import SessionInfo
 from stateroom.daemon.lifecycle import SessionState
 
 if TYPE_CHECKING:
-    from stateroom.daemon.catalog import Session
+    from stateroom.daemon.session import Session
 
 STATES = {
     SessionState.OPENING: "running",

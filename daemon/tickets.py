@@ -28,7 +28,6 @@ from stateroom.client.protocol import (
     Verify,
 )
 from stateroom.client.wire import body_to_wire, encode_reply, to_wire
-from stateroom.daemon.catalog import Session
 from stateroom.daemon.clock import Clock
 from stateroom.daemon.lifecycle import REQUESTS, RequestEvent, RequestState, after
 from stateroom.daemon.logs import Rate
@@ -36,6 +35,7 @@ from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer, Peers
 from stateroom.daemon.quotas import Quotas
 from stateroom.daemon.requests import loggable
+from stateroom.daemon.session import Session
 
 SESSION_SHOWN = 8  # characters of a session id in the log: enough to follow it, too few to use it
 REFUSALS_LOGGED_PER_S = 20  # of frames that never became a request: a broken client must not fill the disk

@@ -36,7 +36,7 @@ from stateroom.client.protocol import (
 )
 from stateroom.client.protocol import Close as CloseRequest
 from stateroom.daemon.archive import Archive
-from stateroom.daemon.catalog import Catalog, Session
+from stateroom.daemon.catalog import Catalog
 from stateroom.daemon.checks import Checks
 from stateroom.daemon.endings import (
     CLOSED,
@@ -61,6 +61,7 @@ from stateroom.daemon.recovery import (
     seeded,
     why_quarantined,
 )
+from stateroom.daemon.session import Session
 from stateroom.daemon.store.rows import SnapshotRow
 from stateroom.daemon.supervisor import Engine, Supervisor
 from stateroom.daemon.tickets import SESSION_SHOWN, Ticket, Tickets

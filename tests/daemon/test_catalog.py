@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from stateroom.client.errors import Capacity, Exists, NotFound
 from stateroom.client.protocol import KV, KindCaps, SessionInfo
 from stateroom.client.wire import to_wire
-from stateroom.daemon.catalog import Catalog, Session
+from stateroom.daemon.catalog import Catalog
 from stateroom.daemon.clock import ManualClock
 from stateroom.daemon.lifecycle import SessionEvent
 from stateroom.daemon.link import ChatTurn, Journal, Part
 from stateroom.daemon.parts import Parts
+from stateroom.daemon.session import Session
 from stateroom.daemon.store.pending import Pending
 from stateroom.daemon.store.store import Store
 

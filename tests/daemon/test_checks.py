@@ -9,11 +9,12 @@ import pytest
 
 from stateroom.client.errors import NotFound
 from stateroom.client.protocol import VerifyResult
-from stateroom.daemon.catalog import Catalog, Session
+from stateroom.daemon.catalog import Catalog
 from stateroom.daemon.checks import Checks
 from stateroom.daemon.clock import ManualClock
 from stateroom.daemon.lifecycle import SessionEvent
 from stateroom.daemon.metrics import Metrics
+from stateroom.daemon.session import Session
 
 
 @dataclass

@@ -14,12 +14,13 @@ from tests.daemon.rig import Rig
 
 from stateroom.client.errors import Capacity
 from stateroom.client.protocol import Close, Decode, Fork, Message, Open, Prefill, Restore, Sync
-from stateroom.daemon.catalog import Catalog, Session
+from stateroom.daemon.catalog import Catalog
 from stateroom.daemon.config import parse_quotas
 from stateroom.daemon.exits import Leave
 from stateroom.daemon.lifecycle import SessionState
 from stateroom.daemon.link import Journal, Part
 from stateroom.daemon.quotas import Quota, Quotas, account_of, surely_computes
+from stateroom.daemon.session import Session
 
 OWNERS = ("editor", "agent", "laptop/chat", "laptop/agent")
 PARTS = [Part(number, 100 * number + 1, trunk=bool(number % 2)) for number in range(1, 7)]

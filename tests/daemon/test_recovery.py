@@ -20,7 +20,7 @@ from stateroom.client.protocol import (
     Sampling,
     Sync,
 )
-from stateroom.daemon.catalog import Catalog, Session
+from stateroom.daemon.catalog import Catalog
 from stateroom.daemon.recovery import (
     AGAIN,
     CLEARED_TOKENS,
@@ -35,6 +35,7 @@ from stateroom.daemon.recovery import (
     order,
     seeded,
 )
+from stateroom.daemon.session import Session
 from stateroom.daemon.tickets import Ticket
 
 

@@ -15,10 +15,11 @@ from tests.sim.world import World
 from stateroom.client.connection import Connection
 from stateroom.client.protocol import LengthResult
 from stateroom.daemon import work
-from stateroom.daemon.catalog import Catalog, Session
+from stateroom.daemon.catalog import Catalog
 from stateroom.daemon.link import Adopt, CancelCommand, Command, decode_to_worker
 from stateroom.daemon.peers import Delivery, Peer, Peers
 from stateroom.daemon.recovery import DEATHS_MAX, Suspicion
+from stateroom.daemon.session import Session
 from stateroom.daemon.tickets import Tickets
 
 SEEDS = 100
