@@ -22,6 +22,7 @@ USED_PART = 0.75  # of the memory, for weights and KV together: the rest is the 
 DEVICE_PART = 0.9  # of the memory of a device that says how much it has
 WORK_BYTES = 2**30  # for what a pass computes and what mlx keeps for the next one
 TOTAL_MIN_BYTES = 256 * 2**20  # however small the machine is: enough to serve something
+HELD_GAUGES = ("kv_bytes", "kv_busy_bytes", "demoted")  # of a pulse
 UNKNOWN_BYTES = 8 * 2**30  # taken for the memory of a machine that doesn't tell
 
 
@@ -30,6 +31,10 @@ class Grantee(Protocol):
 
     generation: int
     facts: dict[str, Any]
+    used_s: float  # when it was last sent a request
+
+    @property
+    def ready(self) -> bool: ...
 
     def send(self, message: ToWorker) -> None: ...
 
@@ -107,8 +112,8 @@ class Memory:
         """What a worker says of what it holds."""
         who = worker.generation
         if isinstance(message, Pulse):
-            held, busy = (message.gauges.get(name, 0.0) for name in ("kv_bytes", "kv_busy_bytes"))
-            self.budget.holds(who, int(held), int(busy))
+            held, busy, demoted = (int(message.gauges.get(name, 0)) for name in HELD_GAUGES)
+            self.budget.holds(who, held, busy, demoted, worker.used_s, self._clock())
         elif isinstance(message, Short):
             self.budget.short(who, message.nbytes, self._clock())
         else:
@@ -119,7 +124,8 @@ class Memory:
         """Tells the workers what changed for them."""
         self._resize()
         for who, nbytes in self.budget.settle(self._clock()).items():
-            self._workers[who].send(self._message(nbytes))
+            if self._workers[who].ready:  # one that is on its way out reads no more
+                self._workers[who].send(self._message(nbytes))
 
     def _message(self, nbytes: int) -> Budget:
         return Budget(nbytes, max(self.budget.most, nbytes))

@@ -26,6 +26,8 @@ class Worker:
     held: int = 0
     busy: int = 0
     owes: int | None = None  # the budget that it isn't within yet
+    demoted: int = 0
+    used_s: float = 0.0
     inbox: deque[int] = field(default_factory=deque)
     outbox: deque[tuple[str, int]] = field(default_factory=deque)
 
@@ -98,7 +100,7 @@ class World:
         elif kind == "short":
             self.budget.short(worker.who, nbytes, self.now_s)
         else:
-            self.budget.holds(worker.who, nbytes, worker.busy)
+            self.budget.holds(worker.who, nbytes, worker.busy, worker.demoted, worker.used_s, self.now_s)
 
     def step(self) -> None:
         """Anything that can happen."""
@@ -125,6 +127,8 @@ class World:
                 worker.outbox.append(("pulse", worker.held))
             elif what == "busy":
                 worker.busy = chance.randrange(worker.held + 1)
+                worker.demoted += chance.randrange(2)
+                worker.used_s = self.now_s
                 worker.yield_()
             elif what == "short":
                 worker.outbox.append(("short", chance.randrange(1, TOTAL)))
@@ -307,5 +311,58 @@ def test_the_dead_leave_all_they_had(two: Two) -> None:
     assert first.budget == TOTAL
     world.budget.within(second.who, 5)  # what comes late is of no meaning
     world.budget.short(second.who, 5, world.now_s)
-    world.budget.holds(second.who, 5)
+    world.budget.holds(second.who, 5, 0, 0, 0.0, 0.0)
     world.settle()
+
+
+def gives_way(world: World, worker: Worker) -> None:
+    """A session of its own gave way to another one of its own."""
+    worker.demoted += 1
+    worker.used_s = world.now_s
+    say(world, worker, "pulse", worker.held)
+
+
+def test_who_has_sessions_give_way_gets_what_others_do_not_hold(two: Two) -> None:
+    world, first, second = two
+    first.held = first.budget
+    world.now_s = second.used_s = REST_S
+    for _ in range(10):
+        first.grow(TOTAL)
+        gives_way(world, first)
+    assert first.budget >= TOTAL - TOTAL // 2 // FLOOR_PART - TOTAL // DUST_PART
+    second.grow(TOTAL)
+    world.now_s += REST_S
+    first.used_s = world.now_s
+    say(world, first, "pulse", first.held)
+    gives_way(world, second)  # it is used again, and has its share back from what isn't in use
+    for _ in range(3):
+        world.now_s += WANT_S / 3
+        gives_way(world, second)
+        second.grow(TOTAL)
+    assert abs(second.budget - TOTAL // 2) <= TOTAL // DUST_PART
+
+
+def test_sessions_of_whom_nobody_used_for_long_give_way_first(two: Two) -> None:
+    """Whoever has them; and back and forth they don't go."""
+    world, first, second = two
+    for worker in two[1:]:
+        worker.held = worker.budget
+        say(world, worker, "pulse", worker.held)
+    world.now_s = 2 * REST_S
+    second.used_s = world.now_s
+    say(world, second, "pulse", second.held)
+    gives_way(world, first)
+    assert first.budget == second.budget == TOTAL // 2
+    world.now_s += REST_S
+    gives_way(world, first)
+    assert first.budget > TOTAL // 2
+    assert second.held < TOTAL // 2
+    told = []
+    for _ in range(100):
+        for worker in two[1:]:
+            worker.grow(TOTAL)
+            gives_way(world, worker)
+        world.now_s += 5.0
+        told.append(world.told)
+    assert told[-1] == told[20]
+    assert abs(first.budget - second.budget) <= 2 * TOTAL // STEP_PART
