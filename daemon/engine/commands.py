@@ -424,7 +424,7 @@ class Commands:
         if command.rid == self._given_up:
             self.engine.answer(command.rid, CANCELLED)
         else:
-            begin_verify(self.engine, command.rid, session, picked=picked)
+            begin_verify(self.engine, command.rid, session, command.owner, picked=picked)
 
     # ------------------------------------------------------------ disk
 

@@ -132,8 +132,8 @@ def _compared(served: mx.array, anew: mx.array) -> mx.array:
     return mx.stack([figure.astype(mx.float32) for figure in figures])
 
 
-def begin_verify(engine: Engine, rid: int, session: Session, *, picked: bool) -> None:
-    """Begins a `verify`.
+def begin_verify(engine: Engine, rid: int, session: Session, owner: str, *, picked: bool) -> None:
+    """Begins a `verify`, for which `owner` pays.
 
     What is missing of its KV is brought back first, as by any operation: that is what would be served. A
     session that the broker has `picked` by itself is only looked at.
@@ -155,14 +155,14 @@ def begin_verify(engine: Engine, rid: int, session: Session, *, picked: bool) ->
         )
     if not session.missing:
         engine.memory.admit_bytes(nbytes, {session})
-        _begin(engine, rid, session, nbytes)
+        _begin(engine, rid, session, owner, nbytes)
         return
 
     def then(fill: Fill) -> None:
         if fill.cancelled and not fill.done:
             engine.answer(rid, CANCELLED, engine.journal(session, session.length))
         else:
-            _begin(engine, rid, session, nbytes)
+            _begin(engine, rid, session, owner, nbytes)
 
     change = plan(session, session.length, [])
     engine.sharing.begin(Fill(rid, session, change, then, engine.clock_ms(), beside=nbytes))
@@ -185,8 +185,8 @@ def _needed_bytes(engine: Engine, session: Session) -> int:
     return anew + branch
 
 
-def _begin(engine: Engine, rid: int, session: Session, nbytes: int) -> None:
-    twin = Session("", session.served, session.owner, background=True, tokens=list(session.tokens))
+def _begin(engine: Engine, rid: int, session: Session, owner: str, nbytes: int) -> None:
+    twin = Session("", session.served, owner, background=True, tokens=list(session.tokens))
     if session.cache is not None:
         twin.cache = engine.sharing.branched(session.served, session.cache)
         engine.memory.changed(session)

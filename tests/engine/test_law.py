@@ -207,6 +207,24 @@ class Operations(RuleBasedStateMachine):
         assert len(body.logprobs) == len(tokens)
 
     @precondition(lambda self: self.ids)
+    @rule(n=st.integers(0, 99), picked=st.booleans(), beside=st.integers(0, 4))
+    def verify(self, n: int, picked: bool, beside: int) -> None:
+        """It agrees, and whatever happens beside it is no matter to it."""
+        session = self.pick(n)
+        held = self.bench.session(session)
+        length, there = held.length, bool(held.length) and not held.missing and held.cache is not None
+        rid = self.bench.start(p.Verify(session=None if picked else session), session)
+        if picked and there and beside and self.room(session) > beside:
+            self.bench.decode(session, beside)
+        body = self.bench.finish(rid)
+        if not length or (picked and not there):
+            assert isinstance(body, p.ErrorBody)
+            return
+        assert isinstance(body, p.VerifyResult), body
+        assert body.length == length
+        assert body.healthy, body
+
+    @precondition(lambda self: self.ids)
     @rule(n=st.integers(0, 99))
     def lose_kv(self, n: int) -> None:
         """As after a worker's death: the tokens come back, without KV."""

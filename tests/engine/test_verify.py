@@ -195,6 +195,19 @@ def test_it_is_behind_interactive_work(bench: Bench) -> None:
     bench.finish(rid)
 
 
+def test_who_asks_pays(bench: Bench) -> None:
+    """Nobody can spend another one's share of the device by having its sessions verified."""
+    session = bench.finish(bench.start(p.Open(tokens=LONG), owner="theirs"))
+    assert isinstance(session, p.OpenResult)
+    spent = bench.engine.schedule.spent_ms.by_owner
+    bench.idle()
+    before = spent["theirs"]
+    bench.finish(bench.start(p.Verify(), session.session, owner="mine"))
+    bench.idle()
+    assert spent["mine"] > 0
+    assert spent["theirs"] == before
+
+
 def test_the_session_goes_on_and_may_be_closed_meanwhile(bench: Bench) -> None:
     """Picked by the broker, it only looks: nobody gets `busy` for it, and nothing of the session changes."""
     session = bench.open(LONG)
