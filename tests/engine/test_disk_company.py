@@ -109,6 +109,25 @@ def test_what_is_being_kept_is_kept_to_the_end(bench: Bench, operation: str) -> 
     bench.check_law(session)
 
 
+@pytest.mark.parametrize("turns", range(5))
+def test_a_cancelled_save_keeps_what_there_is(bench: Bench, turns: int) -> None:
+    """Its KV was missing: as much of it as was computed by then is in the snapshot, and all tokens."""
+    bench.adopt("s", PROMPT)
+    rid = bench.start(p.Save(session="s", snapshot="mine"))
+    for _ in range(turns):
+        bench.engine.step()
+    bench.cancel(rid)
+    saved_body = bench.finish(rid)
+    assert isinstance(saved_body, p.SaveResult), saved_body
+    assert saved_body.tokens == len(PROMPT)
+    (snapshot,) = bench.shelved
+    body = bench.finish(bench.start(p.Restore(snapshot="mine"), snapshot=snapshot))
+    assert isinstance(body, p.OpenResult), body
+    assert body.length == len(PROMPT)
+    bench.check_law(body.session)
+    bench.check_law("s")
+
+
 def test_a_cancelled_restore_opens_an_empty_session(bench: Bench) -> None:
     snapshot = saved(bench, bench.open(PROMPT))
     rid = bench.start(p.Restore(snapshot="mine"), snapshot=snapshot)

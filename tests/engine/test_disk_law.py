@@ -44,16 +44,18 @@ class OnDisk(Operations):
         shutil.rmtree(self.folder)
 
     @precondition(lambda self: self.ids)
-    @rule(n=st.integers(0, 99), then=st.booleans())
-    def park(self, n: int, then: bool) -> None:
-        session = self.pick(n)
-        body = self.bench.call(p.Park(session=session))
-        assert isinstance(body, p.ParkResult)
-        held = self.bench.session(session)
-        assert (held.cache, held.stored) == (None, 0)
-        assert body.tier == ("tokens" if held.snapshot is None else "disk")
-        if then:
-            self.bench.call(p.Prefill(session=session, tokens=[n]))
+    @rule(ns=st.lists(st.integers(0, 99), min_size=1, max_size=4), keep=st.floats(0.5, 1))
+    def park(self, ns: list[int], keep: float) -> None:
+        """All of them; then some come back, with as much of their tokens as is kept, and others."""
+        for session in map(self.pick, ns):
+            body = self.bench.call(p.Park(session=session))
+            assert isinstance(body, p.ParkResult)
+            held = self.bench.session(session)
+            assert (held.cache, held.stored) == (None, 0)
+            assert body.tier == ("tokens" if held.snapshot is None else "disk")
+        for session in [self.pick(n) for n in ns if n % 2]:
+            tokens = self.bench.session(session).tokens
+            self.bench.call(p.Sync(session=session, tokens=[*tokens[: int(keep * len(tokens))], 7]))
 
     @precondition(lambda self: self.ids)
     @rule(
