@@ -5,14 +5,13 @@ place where a request that had a session lets go of it.
 
 A read (`tokens`) goes past all this: it leaves the session to whoever has it, so that many may run at once.
 
-A request is *held* while its engine starts (`_waiting`), or, for a `sync` or `close`, while the older request
+A request is *held* while its engine starts (`queues`), or, for a `sync` or `close`, while the older request
 of its session ends (`Session.held`).
 """
 
 from __future__ import annotations
 
 import secrets
-from collections import deque
 
 from structlog.typing import FilteringBoundLogger
 
@@ -52,12 +51,11 @@ from stateroom.daemon.lifecycle import EngineState, RequestEvent, RequestState, 
 from stateroom.daemon.link import Adopt, Answer, CancelCommand, Command, Journal, Journals, Kept, Shelved
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer
+from stateroom.daemon.queues import Queues
 from stateroom.daemon.recovery import (
     QUARANTINED,
-    Suspicion,
     computes,
     goes_on,
-    order,
     seeded,
     why_quarantined,
 )
@@ -96,9 +94,7 @@ class Work:
         every_s = supervisor.config.verify_every_s
         self.checks = Checks(catalog, supervisor.known, supervisor.clock, metrics, every_s)
         self._looking: int | None = None  # rid of the daemon's own verification
-        self._waiting: dict[str, deque[Ticket]] = {}  # model → tickets held until its engine takes them
-        self._suspicion = Suspicion()
-        self._on_trial: dict[str, Ticket] = {}  # model → the suspect that it has; nothing else is sent
+        self.queues = Queues(supervisor.clock)  # held until their engines take them
         self._ending = False  # the daemon stops: nothing goes to another worker any more
 
     # ------------------------------------------------------------ requests begin
@@ -168,7 +164,7 @@ class Work:
         if engine.ready:
             self._tickets.reply(ticket, ModelResult(model=engine.info))
         else:
-            self._waiting.setdefault(engine.id, deque()).append(ticket)
+            self.queues.add(engine.id, ticket)
 
     def unload(self, ticket: Ticket, engine: Engine) -> None:
         """Answers once the worker is gone. Sessions keep their tokens and come back when touched.
@@ -187,7 +183,7 @@ class Work:
             self._supervisor.unload(engine)
         if engine.state is EngineState.STOPPING:
             ticket.model = engine.id
-            self._waiting.setdefault(engine.id, deque()).append(ticket)
+            self.queues.add(engine.id, ticket)
         else:
             self._tickets.reply(ticket, ModelResult(model=engine.info))
 
@@ -263,10 +259,10 @@ class Work:
 
     def _dispatch(self, ticket: Ticket, engine: Engine) -> None:
         ticket.model = engine.id
-        if engine.ready and not (engine.id in self._on_trial and computes(ticket)):
+        if engine.ready and self.queues.open_to(ticket, engine.id):
             self._send(ticket, engine)
         else:
-            self._waiting.setdefault(engine.id, deque()).append(ticket)
+            self.queues.add(engine.id, ticket)
 
     def _send(self, ticket: Ticket, engine: Engine) -> None:
         session = ticket.session
@@ -277,8 +273,7 @@ class Work:
         if session.state is SessionState.CLOSED:
             self._ended(ticket, CLOSED)
             return
-        if computes(ticket) and self._suspicion.is_suspect(session.id):
-            self._on_trial[engine.id] = ticket
+        self.queues.sent(ticket, engine.id)
         # Nothing runs in a session that its engine doesn't know: what ran ended with the last worker.
         if ticket.op not in ("open", "restore") and session.generation != engine.generation:
             self._adopt(session, engine)
@@ -423,7 +418,7 @@ class Work:
             self._tickets.reply(ticket, cut_short(ticket, "cancelled before it began"))
             return True
         if ticket.op in HELD_ENDS:
-            self._unqueue(ticket)
+            self.queues.drop(ticket)
             self._ended(ticket, self._cut_short(ticket, "cancelled while no engine had it"))
             return True
         ticket.cancel_wanted = ticket.op not in (*SHORT, "load", "unload")
@@ -458,7 +453,7 @@ class Work:
                 if session is not None and session.held == ticket.rid:
                     self.cancel(ticket)
                 else:
-                    self._unqueue(ticket)
+                    self.queues.drop(ticket)
                     self._ended(ticket, GONE)
 
     def cut(self, peer: Peer) -> None:
@@ -474,7 +469,9 @@ class Work:
                 self._tell_cancel(ticket, RequestEvent.OVERFLOW)
 
     def expire(self) -> None:
-        """Closes the sessions whose time is over."""
+        """Closes the sessions whose time is over, and ends trials that took long enough."""
+        for model in self.queues.overdue():
+            self._pump(self._supervisor.engine(model))
         for session in self._catalog.expired():
             self._metrics.count("sessions_expired")
             self._close_own(session)
@@ -497,32 +494,23 @@ class Work:
                 session.advance(SessionEvent.RELEASE)
                 self._tickets.reply(ticket, error)
             else:
-                self._unqueue(ticket)
+                self.queues.drop(ticket)
                 self._ended(ticket, self._last_word(ticket, "the daemon stops") if ticket.resumes else error)
-
-    def _unqueue(self, ticket: Ticket) -> None:
-        queue = self._waiting.get(ticket.model or "")
-        if queue is not None and ticket in queue:
-            queue.remove(ticket)
 
     # ------------------------------------------------------------ engines speak
 
     def on_ready(self, engine: Engine) -> None:
         self._catalog.loaded(engine.id, engine.spec.spec)
         event = "engine_recovered" if engine.deaths > 0 else "engine_ready"
-        again = sum(ticket.resumes > 0 for ticket in self._waiting.get(engine.id, ()))
+        again = sum(ticket.resumes > 0 for ticket in self.queues.of(engine.id))
         self._watchers.publish(Event(event=event, model=engine.id, details={"requests": again}))
         self._pump(engine)
 
     def _pump(self, engine: Engine) -> None:
         """Sends what waits for an engine, as far as it may go now."""
-        queue = self._waiting.get(engine.id, deque())
-        for ticket in order(queue, self._suspicion):
-            if not engine.ready or (engine.id in self._on_trial and computes(ticket)):
-                return
-            if ticket not in queue:
-                continue  # it ended with one before it
-            queue.remove(ticket)
+        if not engine.ready:
+            return
+        for ticket in self.queues.going(engine.id):
             if ticket.op == "load":
                 self._tickets.reply(ticket, ModelResult(model=engine.info))
             else:
@@ -584,9 +572,9 @@ class Work:
         self._watchers.publish(Event(event=event, model=engine.id, details=details))
         for ticket in again:
             self._tell_stream(ticket, "engine_lost", reason=reason)
-        for ticket in self._take_waiting(engine, only="unload"):
+        for ticket in self.queues.take(engine.id, only="unload"):
             self._tickets.reply(ticket, ModelResult(model=engine.info))
-        if self._waiting.get(engine.id):
+        if self.queues.of(engine.id):
             try:
                 self._supervisor.ensure(engine)
             except StateroomError as error:
@@ -594,7 +582,7 @@ class Work:
 
     def _part(self, engine: Engine, tickets: list[Ticket], reason: str) -> list[Ticket]:
         """Of the requests that a dead worker had: holds those that go on, and gives them; ends the others."""
-        self._on_trial.pop(engine.id, None)
+        self.queues.down(engine.id)
         again: list[Ticket] = []
         if not engine.stopping and not self._ending:
             cause = self._blame(tickets, reason)
@@ -612,7 +600,7 @@ class Work:
             ticket.generation, ticket.resumes = None, ticket.resumes + 1
             if not isinstance(ticket.request, Decode):
                 self._take_back(ticket)
-        self._waiting.setdefault(engine.id, deque()).extendleft(reversed(again))
+        self.queues.put_first(engine.id, again)
         self._metrics.count("requests_resumed", len(again))
         for ticket in tickets:
             if ticket.state in WITH_ENGINE:
@@ -622,10 +610,10 @@ class Work:
     def _blame(self, tickets: list[Ticket], reason: str) -> Session | None:
         """Counts a death; a session that is known to be its cause is put in quarantine, and given."""
         blamed = {t.session.id: t.session for t in tickets if t.session is not None and computes(t)}
-        session = blamed.get(self._suspicion.died(blamed) or "")
+        session = blamed.get(self.queues.suspicion.died(blamed) or "")
         if session is not None:
             self._metrics.count("sessions_quarantined")
-            session.quarantined = why_quarantined(self._suspicion.deaths(session.id), reason)
+            session.quarantined = why_quarantined(self.queues.suspicion.deaths(session.id), reason)
             self._catalog.record(session)
             self._log.error("session quarantined", model=session.model, session=session.id[:8], reason=reason)
         return session
@@ -659,15 +647,8 @@ class Work:
 
     def _got_on(self, session: Session | None, tokens: int | None = None) -> None:
         """A session drew so many tokens, or its request went on otherwise."""
-        if session is not None and len(self._suspicion) and self._suspicion.got_on(session.id, tokens):
-            trial = self._on_trial.get(session.model)
-            if trial is not None and trial.session is session:
-                self._end_trial(session.model)
-
-    def _end_trial(self, model: str) -> None:
-        """The suspect that an engine has is cleared or ended."""
-        del self._on_trial[model]
-        self._pump(self._supervisor.engine(model))
+        if session is not None and self.queues.got_on(session, tokens):
+            self._pump(self._supervisor.engine(session.model))
 
     def on_failed(self, engine: Engine, message: str) -> None:
         """The model can't be loaded, for good."""
@@ -680,20 +661,13 @@ class Work:
 
     def _refuse_waiting(self, engine: Engine, error: StateroomError, spared: bool = False) -> None:
         """`spared`: what a worker served before waits on for the next; this one did serve."""
-        for ticket in self._take_waiting(engine):
+        for ticket in self.queues.take(engine.id):
             if spared and ticket.resumes:
-                self._waiting[engine.id].append(ticket)
+                self.queues.add(engine.id, ticket)
             elif ticket.resumes:
                 self._ended(ticket, lost(ticket, str(error)))
             else:
                 self._ended(ticket, error.body())
-
-    def _take_waiting(self, engine: Engine, only: str | None = None) -> list[Ticket]:
-        queue = self._waiting.get(engine.id, deque())
-        taken = [ticket for ticket in queue if only is None or ticket.op == only]
-        for ticket in taken:
-            queue.remove(ticket)
-        return taken
 
     # ------------------------------------------------------------ requests end
 
@@ -713,9 +687,9 @@ class Work:
         for orphan in abandoned(ticket, body):
             self._close_own(orphan)
         if session is not None and session.state is SessionState.CLOSED:
-            self._suspicion.forget(session.id)
-        if self._on_trial.get(ticket.model or "") is ticket:
-            self._end_trial(ticket.model or "")
+            self.queues.suspicion.forget(session.id)
+        if self.queues.ended(ticket):
+            self._pump(self._supervisor.engine(ticket.model or ""))
         if session is not None and session.running is None and session.held is not None:
             self._admit_held(session)
 

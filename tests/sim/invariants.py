@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from tests.sim.clients import Client
@@ -12,6 +13,7 @@ from stateroom.client.protocol import Body, Cancel, ErrorBody, Hello, Info, List
 from stateroom.client.wire import decode_map
 from stateroom.daemon import desk, peers
 from stateroom.daemon.lifecycle import EngineState, RequestState, SessionState
+from stateroom.daemon.quotas import account_of
 from stateroom.daemon.tickets import Ticket
 from stateroom.daemon.work import WITH_ENGINE
 
@@ -36,14 +38,15 @@ class Invariants:
     def tick(self) -> None:
         self.tickets()
         self.sessions()
+        self.quotas()
         self.peers()
         self.workers()
 
     def tickets(self) -> None:
         broker, now_s = self.world.broker, self.world.loop.awake_s
-        queued = {ticket.rid for queue in broker.work._waiting.values() for ticket in queue}
+        queued = {ticket.rid for ticket in broker.work.queues}
         held = {session.held for session in broker.catalog} - {None}
-        must(len(queued) == sum(map(len, broker.work._waiting.values())), "a request is queued twice")
+        must(len(queued) == sum(1 for _ in broker.work.queues), "a request is queued twice")
         others = 0
         still: dict[int, float] = {}
         for ticket in broker.tickets:
@@ -95,6 +98,26 @@ class Invariants:
                 must(names[session.owner, session.name] is session, f"{what} lost its name")
         must(len(broker.catalog) <= self.world.nature.sessions_max, "more sessions than may be")
         must(len(names) == sum(s.name is not None for s in broker.catalog), "a name of nobody")
+
+    def quotas(self) -> None:
+        """What is counted as it comes and goes is what there is."""
+        broker, there = self.world.broker, Counter[tuple[str, str]]()
+        shared: dict[tuple[str, int, int], int] = {}
+        for session in broker.catalog:
+            account = account_of(session.owner)
+            there[account, "sessions"] += 1
+            there[account, "bytes"] += session.own_bytes
+            shared |= {(account, session.generation, part.number): part.bytes for part in session.parts}
+        for (account, _, _), nbytes in shared.items():
+            there[account, "bytes"] += nbytes
+        for ticket in broker.tickets:
+            if ticket.account:
+                there[account_of(ticket.account), "requests"] += 1
+        for (account, what), count in there.items():
+            held = broker.catalog.quotas.held(account, what)
+            must(held == count, f"an account has {count} {what}, and {held} are counted")
+        accounts = {account for account, _ in there}
+        must(len(broker.catalog.quotas) <= len(accounts), "an account of nobody is kept")
 
     def peers(self) -> None:
         for peer in self.world.broker.peers:

@@ -18,6 +18,7 @@ from stateroom.daemon import work
 from stateroom.daemon.catalog import Catalog
 from stateroom.daemon.link import Adopt, CancelCommand, Command, decode_to_worker
 from stateroom.daemon.peers import Delivery, Peer, Peers
+from stateroom.daemon.queues import Queues
 from stateroom.daemon.recovery import DEATHS_MAX, Suspicion
 from stateroom.daemon.session import Session
 from stateroom.daemon.tickets import Tickets
@@ -113,7 +114,7 @@ def names_are_never_free_again() -> AbstractContextManager[Any]:
 
 
 def what_waits_for_an_engine_is_forgotten() -> AbstractContextManager[Any]:
-    return every(5, work.Work, "_take_waiting", lambda take, *a, **k: take(*a, **k)[1:])
+    return every(5, Queues, "going", lambda going, *a: list(going(*a))[1:])
 
 
 def a_trunk_leaks() -> AbstractContextManager[Any]:
