@@ -1,0 +1,61 @@
+"""What the commands make of figures, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stateroom.client.protocol import KindCaps, SessionInfo, SnapshotInfo, VerifyResult
+from stateroom.daemon.commands.ps import state, stored_as
+from stateroom.daemon.commands.sessions import verdict
+from stateroom.daemon.commands.snapshots import table
+from stateroom.daemon.commands.terminal import plain
+
+
+@pytest.mark.parametrize(
+    ("info", "word"),
+    [
+        ({}, "idle"),
+        ({"tier": "disk"}, "disk"),
+        ({"tier": "tokens"}, "tokens"),
+        ({"tier": "disk", "running": "decode", "state": "running"}, "decode"),
+        ({"tier": "tokens", "quarantined": "its engine died under it three times"}, "quarantined"),
+    ],
+)
+def test_a_sessions_state_in_a_word(info: dict[str, Any], word: str) -> None:
+    assert state(SessionInfo(session="s", **info)) == word
+
+
+def test_how_a_session_is_stored() -> None:
+    kinds = [
+        KindCaps(kind="full", scheme="affine8", layers=2),
+        KindCaps(kind="state", scheme="dense", layers=1),
+    ]
+    assert stored_as(SessionInfo(session="s", kinds=kinds)) == "affine8"
+    assert stored_as(SessionInfo(session="s", kinds=kinds[1:])) == "dense"
+    assert stored_as(SessionInfo(session="s")) == ""  # nobody has used it since the daemon started
+
+
+def test_a_verification_in_words() -> None:
+    figures: dict[str, Any] = {"max_abs_logit": 10.0, "argmax_agree": True, "length": 7, "bound": 0.001}
+    assert verdict(VerifyResult(max_abs_logit_error=1e-5, **figures)) == (
+        "logits differ by at most 1.0e-06 of the largest (1e-03 is allowed), "
+        "the same token comes next, 7 tokens"
+    )
+    other = VerifyResult(max_abs_logit_error=5.0, **{**figures, "argmax_agree": False})
+    assert "another token comes next" in verdict(other)
+    cancelled = VerifyResult(max_abs_logit_error=0.0, **{**figures, "finish": "cancelled"})
+    assert "cancelled" in verdict(cancelled)
+    assert "0.0e+00" in verdict(VerifyResult(max_abs_logit_error=0.0, **{**figures, "max_abs_logit": 0.0}))
+
+
+def test_snapshots_are_listed_the_newest_first() -> None:
+    kept = [SnapshotInfo(snapshot="old[x]", age_s=90.0), SnapshotInfo(snapshot="new", age_s=2.0, bytes=2048)]
+    columns = [list(column.cells) for column in table(kept).columns]
+    assert columns[0] == ["new", "old\\[x]"]
+    assert columns[4] == ["2.0 KiB", "0 B"]
+
+
+def test_no_text_can_drive_the_terminal() -> None:
+    assert plain("a\x1b[31mb\tc\nd\x9b") == "a�[31mb\tc\nd�"
