@@ -240,6 +240,7 @@ def daemon() -> Iterator[Check]:
         yield problem("daemon", str(error))
         return
     yield passed("daemon", f"{hello.server} {hello.version} answers")
+    yield memory(stats.gauges)
     for model in stats.models:
         finding = f"{model['id']} is {model['state']}"
         if model["failure"]:
@@ -248,6 +249,17 @@ def daemon() -> Iterator[Check]:
             facts = ", ".join(f"{name} {model['facts'][name]}" for name in FACTS if name in model["facts"])
             yield passed("engine", f"{finding}{f' ({facts})' if facts else ''}")
     yield from verified
+
+
+def memory(gauges: dict[str, float]) -> Check:
+    """The KV that sessions may take, what they take, and whether the machine is short of memory."""
+    held, granted, total = (
+        f"{gauges[name] / 2**30:.1f}" for name in ("kv_held_bytes", "kv_granted_bytes", "kv_budget_bytes")
+    )
+    finding = f"{held} of {total} GiB of KV held, {granted} granted to engines"
+    if not gauges["memory_pressure"]:
+        return passed("memory", finding)
+    return Check("memory", "note", f"{finding}; the machine is short of memory", "Close other programs.")
 
 
 def sample(room: Room) -> Iterator[Check]:
