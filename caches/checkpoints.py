@@ -18,7 +18,7 @@ CHECKPOINTS_MAX = 8  # a session
 CHECKPOINT_BYTES_MAX = 64 * 2**20  # a session
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Checkpoint:
     """A row at `length` tokens: for each store of its cache what must be put back, or None."""
 

@@ -28,7 +28,6 @@ from stateroom.daemon.engine.blas_threads import BlasThreads
 from stateroom.daemon.engine.conservation import Conservation
 from stateroom.daemon.engine.cpu_forms import use_forms
 from stateroom.daemon.engine.decoding import Decoding
-from stateroom.daemon.engine.demotion import freeable
 from stateroom.daemon.engine.disk import Disk, Shelving
 from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.filling import Filling, Work
@@ -290,7 +289,7 @@ class Engine:
             "parked": len(self.decoding.parked),
             "waiting_fills": len(self.filling.works),
             "kv_bytes": self.kv_bytes,
-            "kv_busy_bytes": self.kv_bytes - freeable(*self.memory.idle()),  # what can't give way
+            "kv_busy_bytes": self.memory.busy_bytes,
             "kv_budget_bytes": self.memory.budget_bytes or 0,
             "waiting_for_memory": len(self.ladder.rids),
             "demoted": self.ladder.demoted,

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakValueDictionary
 
 from stateroom.caches.checkpoints import Checkpoint
 from stateroom.caches.layout import CAPACITY_STEP
@@ -106,6 +107,7 @@ class Memory:
         self._own = 0  # the sum of what they have for themselves
         self._holders: Counter[int] = Counter()  # how many of them hold each part
         self._sizes: dict[int, int] = {}  # bytes of each of those parts
+        self._known: WeakValueDictionary[int, Part] = WeakValueDictionary()  # them, for as long as they are
         self._parts = 0  # their sum
         self._stale: set[Session] = set()  # to be counted anew
         self._busy: set[Session] = set()  # that had a request at the last count
@@ -147,6 +149,7 @@ class Memory:
         for part in now.parts:
             if part.number not in self._sizes:
                 self._sizes[part.number] = part.nbytes
+                self._known[part.number] = part
                 self._parts += part.nbytes
             self._holders[part.number] += 1
         for number in before[1]:
@@ -261,15 +264,30 @@ class Memory:
         self._count()
         busy = self._engine.busy | self._engine.ladder.pinned | set(theirs)
         found: list[Idle] = []
-        parts: dict[int, Held] = {}
         for session in {*self._counted, *self._engine.decoding.guessers.sessions()} - busy:
             own, numbers = self._counted.get(session, (0, ()))
-            for part in _holding(session, session.cache, 0).parts if numbers else ():
-                holders = part.holders if isinstance(part, Trunk) else len(part.trails)
-                parts[part.number] = Held(part.nbytes, holders)
             own += drafts_of(session.guesser)
             found.append(Idle(session.id, session.used_ms, own, numbers, session.background))
-        return found, parts
+        parts = {number for each in found for number in each.parts}
+        return found, {number: Held(self._sizes[number], self._holders_of(number)) for number in parts}
+
+    def _holders_of(self, number: int) -> int:
+        """How many have a part, loans and copies that are being written among them."""
+        part = self._known.get(number)
+        if part is None:
+            return self._holders[number]
+        return part.holders if isinstance(part, Trunk) else len(part.trails)
+
+    @property
+    def busy_bytes(self) -> int:
+        """What requests have, or were promised: it gives way to nobody."""
+        self._count()
+        counted = [self._counted.get(session, (0, ())) for session in self._engine.busy]
+        sizes = {number: self._sizes[number] for _, numbers in counted for number in numbers}
+        batched = [batch.cache for batch in self._engine.decoding.batches]
+        sizes.update((trunk.number, trunk.nbytes) for cache in batched for trunk in cache.trunks)
+        rows = sum(cache.nbytes_capacity for cache in batched)
+        return sum(own for own, _ in counted) + sum(sizes.values()) + rows + self._promised()
 
     def _made_room(self, wanted_bytes: int, theirs: set[Session | None]) -> bool:
         """Drafts and checkpoints of idle sessions go, those of the oldest first, if they come to so much."""

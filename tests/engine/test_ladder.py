@@ -13,6 +13,7 @@ from tests.tiny import make_tiny_model
 from stateroom.caches.snapshots.limits import Limits
 from stateroom.client import protocol as p
 from stateroom.daemon.engine import ladder
+from stateroom.daemon.engine.demotion import freeable
 from stateroom.daemon.engine.model import LoadedModel
 from stateroom.daemon.engine.stream import Stream
 from stateroom.daemon.link import Budget, Short, Within
@@ -166,6 +167,9 @@ def test_forks_give_way_together_or_not_at_all(loaded: LoadedModel) -> None:
     assert bench.final(stream) is None
     assert bench.final(held) is None
     assert gone(bench) == []
+    memory = bench.engine.memory
+    assert memory.busy_bytes == memory.held_bytes - freeable(*memory.idle()) + memory._promised()
+    assert bench.engine.gauges()["waiting_for_memory"] == 1
     bench.finish(stream, held)
     assert set(family) <= set(gone(bench))
     bench.call(p.Close(session=bench.final(held).session))  # type: ignore[union-attr]
