@@ -32,8 +32,9 @@ from stateroom.daemon.recovery import DEATHS_MAX
 pytestmark = pytest.mark.system
 
 KILLS = int(os.environ.get("STATEROOM_KILLS", "5"))
-KILL_WITHIN_S = 1.0  # of the moment when a worker is ready
-KILL_S = 12.0  # for one worker to start and to be killed, on a busy machine
+# Of the moment when a worker is ready. Three deaths in a row before it drew anything look like input that kills.
+KILL_WITHIN_S = 4.0
+KILL_S = 15.0  # for one worker to start and to be killed, on a busy machine
 READY_S = 60.0  # on the busiest
 VARIANTS = 2  # prompts of each client
 MOST = 100  # tokens of a decode
