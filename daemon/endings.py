@@ -159,7 +159,9 @@ def lost(ticket: Ticket, reason: str) -> Body:
         return CloseResult(freed_bytes=0)
     if ticket.session is not None and ticket.session.state is SessionState.CLOSED:
         return CLOSED
-    if ticket.session is None or ticket.op in ("open", "restore"):
+    if ticket.session is None:  # an `import`
+        message, length = f"The engine stopped while it took the file in ({reason}); send it again.", 0
+    elif ticket.op in ("open", "restore"):
         message, length = f"The engine stopped while this was opened ({reason}); send it again.", 0
     else:
         message = f"The engine stopped under this request ({reason}); the session is kept, send it again."

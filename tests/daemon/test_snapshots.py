@@ -571,6 +571,35 @@ def test_what_is_not_gone_on_with_is_dropped(again: Again, state: Path) -> None:
     assert not (state / "incoming").exists() or not incoming(state)
 
 
+def test_a_worker_that_dies_under_an_import(again: Again, state: Path) -> None:
+    """The next one takes the file in; it is there once, and what it came in is not left behind."""
+    file = written(state)
+    rig = again(SLOW)
+    client = rig.client()
+    rig.until(ready)
+    asked = client.send("import", snapshot="theirs", total=len(file), data=file)
+    rig.until(lambda broker: any(t.op == "import" and t.generation is not None for t in broker.tickets))
+    kill_worker(rig)
+    reply = client.final(asked)
+    assert reply["snapshot"]["length"] == 3
+    assert names(client) == ["large", "theirs"]
+    assert len(kept_files(state)) == 2
+    rig.until(lambda broker: not incoming(state) and not broker.archive.snapshots._reserved)
+
+
+def test_a_client_that_leaves_while_its_file_is_taken_in(again: Again, state: Path) -> None:
+    file = written(state)
+    rig = again(SLOW)
+    rig.until(ready)
+    leaving, client = rig.client(), rig.client()
+    leaving.send("import", snapshot="theirs", total=len(file), data=file)
+    rig.until(lambda broker: any(t.op == "import" and t.generation is not None for t in broker.tickets))
+    leaving.close()
+    rig.until(lambda broker: not len(broker.tickets))
+    assert names(client) == ["large", "theirs"]
+    rig.until(lambda broker: not incoming(state) and not broker.archive.snapshots._reserved)
+
+
 def test_imports_are_bounded(again: Again) -> None:
     rig = again()
     client = rig.client()

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.system
 
 TIMEOUT_S = 60.0
 CONTENT = PROMPT * 30
-KILLS = int(os.environ.get("STATEROOM_KILLS", "5"))
+KILLS = int(os.environ.get("STATEROOM_KILLS", "3"))
 WAIT_S = 15.0
 
 
