@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tests.daemon.rig import Rig
 from tests.daemon.scripted_worker import MORE, MORE_BYTES
 
-from stateroom.daemon.doctor import memory
 from stateroom.daemon.machine import memory_bytes, stalled_percent
 from stateroom.daemon.memory import TOTAL_MIN_BYTES, WORK_BYTES, default_bytes
 from stateroom.daemon.pressure import AGAIN_S, CALM_S, KEPT, KEPT_MIN_BYTES, Level, Pressure, of_stalls
@@ -180,15 +179,3 @@ def test_this_machine_tells() -> None:
     nbytes = memory_bytes()
     assert nbytes is not None
     assert nbytes > 2**28
-
-
-def test_the_doctor_tells_of_memory() -> None:
-    gauges = {
-        "kv_held_bytes": GIB,
-        "kv_granted_bytes": 3 * GIB,
-        "kv_budget_bytes": 4 * GIB,
-        "memory_pressure": 0,
-    }
-    check = memory(gauges)
-    assert (check.state, check.finding) == ("pass", "1.0 of 4.0 GiB of KV held, 3.0 granted to engines")
-    assert memory(gauges | {"memory_pressure": 2}).state == "note"

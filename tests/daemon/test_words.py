@@ -11,6 +11,7 @@ from stateroom.daemon.commands.ps import state, stored_as
 from stateroom.daemon.commands.sessions import verdict
 from stateroom.daemon.commands.snapshots import table
 from stateroom.daemon.commands.terminal import plain
+from stateroom.daemon.doctor import memory
 
 
 @pytest.mark.parametrize(
@@ -59,3 +60,15 @@ def test_snapshots_are_listed_the_newest_first() -> None:
 
 def test_no_text_can_drive_the_terminal() -> None:
     assert plain("a\x1b[31mb\tc\nd\x9b") == "a�[31mb\tc\nd�"
+
+
+def test_the_doctor_tells_of_memory() -> None:
+    gauges = {
+        "kv_held_bytes": 2**30,
+        "kv_granted_bytes": 3 * 2**30,
+        "kv_budget_bytes": 4 * 2**30,
+        "memory_pressure": 0,
+    }
+    check = memory(gauges)
+    assert (check.state, check.finding) == ("pass", "1.0 of 4.0 GiB of KV held, 3.0 granted to engines")
+    assert memory(gauges | {"memory_pressure": 2}).state == "note"
