@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from stateroom.daemon.catalog import Session
 from stateroom.daemon.clock import Clock
 from stateroom.daemon.recovery import DEATHS_MAX, Suspicion, computes, order
+from stateroom.daemon.session import Session
 from stateroom.daemon.tickets import Ticket
 
 TRIAL_S = 30.0  # for which others wait; a long prompt tells nothing until it is computed

@@ -32,7 +32,7 @@ from stateroom.daemon.recovery import DEATHS_MAX
 pytestmark = pytest.mark.system
 
 KILLS = int(os.environ.get("STATEROOM_KILLS", "5"))
-# Of the moment when a worker is ready. Three deaths in a row before it drew anything look like input that kills.
+# Of the moment when a worker is ready. Three deaths before it drew anything look like input that kills.
 KILL_WITHIN_S = 4.0
 KILL_S = 15.0  # for one worker to start and to be killed, on a busy machine
 READY_S = 60.0  # on the busiest
