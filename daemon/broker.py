@@ -66,6 +66,7 @@ class Broker:
         self.keeper = None if config.state_dir is None else Keeper(open_store(config.state_dir), clock, log)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._door = Door(self._context, keys) if self._pair else None
+        self.listening: str | None = None
         self._socket = PublicSocket(
             self._context,
             lambda routing_id, fd, frames, guest: self.desk.receive(routing_id, fd, frames, guest),

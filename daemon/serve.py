@@ -120,7 +120,7 @@ async def _run(config: Config, log: FilteringBoundLogger) -> int:
             log.warning(
                 "peers unchecked", hint="This libzmq can't tell whose a connection is; modes must do."
             )
-        log.info("serving", endpoint=endpoint, pid=os.getpid(), models=models)
+        log.info("serving", endpoint=endpoint, listening=broker.listening, pid=os.getpid(), models=models)
         await stopping.wait()
         log.info("stopping", sessions=len(broker.catalog), requests=len(broker.tickets))
         return OK
