@@ -203,11 +203,9 @@ class Disk:
         One with tokens that were trimmed since is written anew: what was taken back isn't to stay on disk.
         """
         entry = self.library.entries.get(session.snapshot or "")
-        if entry is None or not session.snapshot_sure or session.snapshot_length < session.stored:
+        if entry is None or not session.snapshot_sure or session.snapshot_length < entry.length:
             return None
-        if entry.length > session.length and session.stored == session.snapshot_length:
-            return None
-        return kept_of(entry)
+        return kept_of(entry) if entry.stored >= session.stored else None
 
     def let_go(self, session: Session) -> None:
         """The session is needed: if it is being kept of the engine's own accord, it isn't any more."""
@@ -274,7 +272,7 @@ class Disk:
             return
         session.snapshot, session.snapshot_sure = snapshot, True
         session.snapshot_stored = keep.stored
-        session.snapshot_length = min(keep.stored, common_prefix(keep.tokens, session.tokens))
+        session.snapshot_length = common_prefix(keep.tokens, session.tokens)
         self._owners[snapshot] = session
 
     @staticmethod
@@ -331,18 +329,20 @@ class Disk:
             return
         session.snapshot, session.snapshot_sure = entry.id, False
         session.snapshot_stored = entry.stored
-        session.snapshot_length = min(entry.stored, session.length)
+        session.snapshot_length = min(entry.length, session.length)
         self._owners[entry.id] = session
 
     def _told(self, kept: list[Kept], gone: list[str]) -> None:
         """Tells what came and went, and the sessions that have none any more."""
         self._engine.emit(Shelved(kept, gone))
+        renewed = {each.session for each in kept if each.name is None}
         poorer: list[Session] = []
         for snapshot in gone:
             session = self._owners.pop(snapshot, None)
             if session is not None and session.snapshot == snapshot:
                 session.snapshot = None
-                poorer.append(session)
+                if session.id not in renewed:
+                    poorer.append(session)
         self.tell(poorer)
 
     def tell(self, sessions: Iterable[Session]) -> None:

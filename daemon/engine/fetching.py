@@ -59,7 +59,7 @@ class Fetching:
         if fill.fetched or session.snapshot is None:
             return 0
         kept = session.length if fill.applied else fill.change.keep
-        length = min(session.snapshot_length, kept, fill.change.length - 1)
+        length = min(session.snapshot_length, session.snapshot_stored, kept, fill.change.length - 1)
         # States go back to where they were kept and nowhere else; windows a little, which is tried.
         if session.served.blueprint.states and length < session.snapshot_stored:
             return 0
@@ -167,7 +167,7 @@ class Fetching:
         if session.snapshot == fetch.snapshot:
             stored = content.manifest.stored
             session.snapshot_sure, session.snapshot_stored = True, stored
-            session.snapshot_length = min(stored, common_prefix(content.tokens.tolist(), session.tokens))
+            session.snapshot_length = common_prefix(content.tokens.tolist(), session.tokens)
 
     def _unread(self, fetch: _Fetch, error: Exception) -> None:
         """It can't be used: computed instead, unless it was asked for."""

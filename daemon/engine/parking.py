@@ -72,7 +72,8 @@ def _kept(engine: Engine, session: Session, outcome: Kept | Exception) -> None:
 def _candidates(engine: Engine) -> list[Candidate]:
     found = []
     for session in engine.sessions.values():
-        covered = session.snapshot_length if session.snapshot is not None and session.snapshot_sure else 0
+        known = session.snapshot is not None and session.snapshot_sure
+        covered = min(session.snapshot_length, session.snapshot_stored) if known else 0
         if session.stored - covered >= SHARE_MIN:
             holding, _ = engine.memory.holding(session)
             parts = {part.number: part.nbytes for part in holding.parts}

@@ -53,7 +53,7 @@ class Session:
     chat_told: list[ChatTurn] = field(default_factory=list)  # as the broker last heard
     snapshot: str | None = None  # its own on disk, which nobody asked for
     snapshot_stored: int = 0  # tokens that have KV in it
-    snapshot_length: int = 0  # of them those that the session still has, or may have: see `snapshot_sure`
+    snapshot_length: int = 0  # tokens in it that the session still has, or may have: see `snapshot_sure`
     snapshot_sure: bool = False  # it was written, or its tokens were compared, in this process
     snapshot_told: str | None = None  # as the broker last heard
     parts_told: tuple[int, ...] = ()  # numbers of what it holds that others may, as the broker last heard

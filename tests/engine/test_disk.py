@@ -39,7 +39,11 @@ def test_a_session_is_kept_once(bench: Bench) -> None:
     assert (kept.session, kept.name, kept.length) == (session, None, len(PROMPT))
     assert bench.shelved == {kept.id: kept}
     held = bench.session(session)
-    assert (held.snapshot, held.snapshot_length) == (kept.id, len(PROMPT) - 1)
+    assert (held.snapshot, held.snapshot_length, held.snapshot_stored) == (
+        kept.id,
+        len(PROMPT),
+        len(PROMPT) - 1,
+    )
     assert keep(bench, session) == [kept]  # nothing is new
     bench.decode(session, 5, ignore_eos=True)
     (newer,) = keep(bench, session)
@@ -48,16 +52,20 @@ def test_a_session_is_kept_once(bench: Bench) -> None:
     bench.check_law(session)
 
 
-def test_a_session_that_was_trimmed_is_still_covered(bench: Bench) -> None:
+def test_what_was_trimmed_is_on_disk_no_longer(bench: Bench) -> None:
+    """B31."""
     session = bench.open(PROMPT)
-    (kept,) = keep(bench, session)
+    keep(bench, session)
     bench.call(p.Trim(session=session, to=50))
     assert bench.session(session).snapshot_length == 50
-    assert keep(bench, session) == [kept]
-    bench.call(p.Prefill(session=session, tokens=[1, 2, 3]))
     (newer,) = keep(bench, session)
-    assert newer != kept
-    assert len(bench.shelved) == 1
+    assert isinstance(newer, Kept)
+    assert (newer.length, bench.shelved) == (50, {newer.id: newer})
+    assert keep(bench, session) == [newer]
+    bench.call(p.Prefill(session=session, tokens=[1, 2, 3]))
+    (last,) = keep(bench, session)
+    assert isinstance(last, Kept)
+    assert (last.length, bench.shelved) == (53, {last.id: last})
 
 
 def test_one_that_is_needed_before_it_was_copied_is_not_kept(bench: Bench) -> None:
