@@ -195,7 +195,9 @@ class Desk:
             each = session.live_bytes / length if session is not None and length else 0.0
             quotas.check(owner, "bytes", math.ceil(tokens * each) or 1)
         if isinstance(request, Save) and session is not None:
-            quotas.check(owner, "disk", max(session.live_bytes, 1))
+            there = self._archive.snapshots.id_of(owner, request.snapshot) if request.replace else None
+            freed = 0 if there is None else self._archive.snapshots.find(owner, request.snapshot).nbytes
+            quotas.check(owner, "disk", max(session.live_bytes, 1) - freed)
         elif isinstance(request, Import) and request.offset == 0:
             quotas.check(owner, "disk", request.total)
 

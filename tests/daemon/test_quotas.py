@@ -247,3 +247,17 @@ def test_snapshots_of_an_app_are_bounded_and_what_is_forgotten_is_room_again(
     assert held == saved["bytes"] > 0
     other.ask("forget", snapshot="plan")
     assert rig.look(lambda broker: broker.catalog.quotas.held("other", "disk")) == 0
+
+
+def test_a_snapshot_that_is_replaced_makes_room_for_its_successor(
+    start_broker: StartBroker, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    state.mkdir(mode=0o700)
+    rig = start_broker(state_dir=state, quotas={"editor": Quota(disk=45)})
+    editor = rig.client("editor")
+    session = editor.open([1, 2, 3])
+    assert editor.ask("save", session=session, snapshot="plan")["kind"] == "result"
+    assert quota_of(editor.refusal("save", session=session, snapshot="other")) == "disk"
+    assert editor.ask("save", session=session, snapshot="plan", replace=True)["kind"] == "result"
+    assert [known["snapshot"] for known in editor.ask("snapshots")["snapshots"]] == ["plan"]
