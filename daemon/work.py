@@ -620,8 +620,8 @@ class Work:
 
     def _last_word(self, ticket: Ticket, reason: str) -> Body:
         """The end of a request whose worker died, and which goes to no other."""
-        if ticket.state is RequestState.CANCELLING and ticket.op in CUT_SHORT:
-            return self._cut_short(ticket, f"cancelled, and its engine stopped ({reason})")
+        if ticket.state in (RequestState.CANCELLING, RequestState.HELD) and ticket.op in CUT_SHORT:
+            return self._cut_short(ticket, f"cancelled when its engine had stopped ({reason})")
         return lost(ticket, reason)
 
     def _cut_short(self, ticket: Ticket, why: str) -> Body:

@@ -140,6 +140,23 @@ def test_what_goes_on_can_be_cancelled_before_there_is_a_worker(start_broker: St
     assert client.ask("info", session=third)["state"] == "idle"
 
 
+def test_what_goes_on_ends_with_the_daemon_as_what_runs_does(start_broker: StartBroker) -> None:
+    """As cancelled, with what it told, though no worker has it at that moment."""
+    rig = start_broker(patience=Patience(restart_first_s=30.0, restart_most_s=30.0))
+    client = rig.client()
+    stream = client.send("decode", session=client.open(), max_tokens=100_000)
+    client.begun(stream)
+    opening = client.send("open", tokens=[1] * (400 * CHUNK))
+    rig.until(lambda broker: len(broker.tickets) == 2)
+    os.kill(ready(rig), signal.SIGKILL)
+    rig.until(lambda broker: broker.supervisor.engine("toy").deaths == 1)
+    rig.stop()
+    replies = client.replies(stream)
+    assert replies[-1]["finish"] == "cancelled"
+    assert replies[-1]["tokens"] == tokens_told(replies) != []
+    assert client.final(opening)["error"]["code"] == "engine_lost"
+
+
 def test_exactly_one_final_reply_whenever_the_worker_dies(start_broker: StartBroker) -> None:
     """Requests of every kind are sent while the worker is killed again and again."""
     rig = start_broker("step_s=0.001,chunk_s=0.001")
