@@ -135,6 +135,8 @@ class Ladder:
 
     def turn(self) -> None:
         """Looks whether who waits can go on, or has waited long enough."""
+        if self._trying is not None:
+            return  # one that is being taken again has another one wait
         self._send_off()
         if not self._held and self._limit is None:
             self._fulfil()
@@ -168,10 +170,8 @@ class Ladder:
                 self._limit = None
                 return
             idle, parts = memory.idle()
-            gone = plan(idle, parts, min(lacking, freeable(idle, parts)))
-            if not gone:
+            if not self._demote(plan(idle, parts, min(lacking, freeable(idle, parts))) or []):
                 return
-            self._demote(gone)
 
     def _serve(self, held: _Held) -> None:
         """Takes a request again once there is room, for which others give way."""
@@ -185,7 +185,8 @@ class Ladder:
             if gone is None:
                 self._ask(held, lacking - freeable(idle, parts))
                 return
-            self._demote(gone)
+            if not self._demote(gone):
+                return
 
     def _take_again(self, held: _Held) -> None:
         self._trying = held
@@ -220,9 +221,12 @@ class Ladder:
 
     # ------------------------------------------------------------ giving way
 
-    def _demote(self, ids: list[str]) -> None:
+    def _demote(self, ids: list[str]) -> bool:
+        """Whether somebody has gone by now, or is about to."""
+        before = self.demoted
         self._next = [self._engine.sessions[each] for each in ids]
         self._send_off()
+        return bool(self._leaving) or self.demoted > before
 
     def _send_off(self) -> None:
         """The next ones leave, at once or by way of the disk."""
@@ -237,10 +241,12 @@ class Ladder:
                 self._leaving[session] = session.used_ms
                 disk.keep(session, partial(self._kept, session))
 
-    def _kept(self, session: Session, _: Kept | Exception) -> None:
+    def _kept(self, session: Session, outcome: Kept | Exception) -> None:
         """It is on disk, or can't be: then its tokens are what stays. Whoever used it since keeps it here."""
-        used_ms = self._leaving.pop(session)
-        if self._is_idle(session) and session.used_ms == used_ms:
+        from stateroom.daemon.engine.disk import InUse  # which imports who imports this
+
+        unused = self._leaving.pop(session) == session.used_ms
+        if unused and not isinstance(outcome, InUse) and self._is_idle(session):
             self._drop(session)
         self._seen = None
 

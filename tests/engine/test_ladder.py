@@ -14,6 +14,7 @@ from stateroom.caches.snapshots.limits import Limits
 from stateroom.client import protocol as p
 from stateroom.daemon.engine import ladder
 from stateroom.daemon.engine.demotion import freeable
+from stateroom.daemon.engine.disk import InUse
 from stateroom.daemon.engine.model import LoadedModel
 from stateroom.daemon.engine.stream import Stream
 from stateroom.daemon.link import Budget, Short, Within
@@ -229,6 +230,25 @@ def test_one_that_is_used_while_it_is_written_stays(loaded: LoadedModel, tmp_pat
     assert isinstance(bench.final(rid), p.OpenResult)
     assert gone(bench) == [two]
     exact(bench, one, two)
+
+
+def test_one_that_could_not_be_copied_keeps_its_kv(loaded: LoadedModel, tmp_path: Path) -> None:
+    """It was looked at meanwhile. Who needs the room gets it from others, or when there is a next time."""
+    bench = bench_of(loaded, tmp_path, budget=3 * row_of(loaded, 300))
+    sessions = opened(bench, *(tokens_of(300, n) for n in range(3)))
+    disk = bench.engine.disk
+    assert disk is not None
+    keep = disk.keep
+    disk.keep = lambda _, then: then(InUse("looked at"))  # type: ignore[method-assign]
+    rid = bench.start(p.Open(tokens=tokens_of(300, 3)))
+    bench.engine.step()
+    assert bench.final(rid) is None
+    assert gone(bench) == []
+    disk.keep = keep  # type: ignore[method-assign]
+    bench.call(p.Prefill(session=sessions[2], tokens=[1]))
+    bench.finish(rid)
+    assert isinstance(bench.final(rid), p.OpenResult)
+    exact(bench, *sessions)
 
 
 # ---------------------------------------------------------------- who waits
