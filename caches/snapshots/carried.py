@@ -11,15 +11,18 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+from collections.abc import Iterator
 from dataclasses import replace
+from hashlib import blake2b
+from itertools import accumulate
 from typing import BinaryIO
 
 from stateroom.caches.snapshots import durable, manifest
-from stateroom.caches.snapshots.library import ID_BYTES, Files, Library
+from stateroom.caches.snapshots.library import ID_BYTES, Library
 from stateroom.caches.snapshots.manifest import MANIFEST_BYTES_MAX, About, Manifest, Part
-from stateroom.caches.snapshots.reading import CHAT, TAIL, TOKENS, Reader, by_digest, wrong_with
+from stateroom.caches.snapshots.reading import CHAT, TAIL, TOKENS, Reader, by_digest
 from stateroom.caches.snapshots.refusals import Corrupt
-from stateroom.caches.snapshots.tensors import Buffer, Told, digest_of, file_bytes, header, wrong_in
+from stateroom.caches.snapshots.tensors import DIGEST_BYTES, Buffer, Told, digest_of, file_bytes, header
 
 MAGIC = b"stateroom-snapshot\n"
 SIZE_BYTES = 8
@@ -109,20 +112,32 @@ def take_in(library: Library, carried: BinaryIO, about: About, file: str = "the 
     if end - start != sum(sizes):
         raise Corrupt(file, f"has {end - start} bytes behind its manifest, not {sum(sizes)}")
     carried.seek(start)
-    contents: list[Buffer] = []
-    for size, part in zip(sizes, told, strict=True):
-        content = carried.read(size)
-        wrong = wrong_with(content, part) if isinstance(part, Part) else wrong_in(content, part)
-        if wrong:
-            raise Corrupt(file, wrong)
-        contents.append(content)
+    for as_told in told:
+        _check(carried, _parts(as_told), file)
     made = replace(found, id=secrets.token_hex(ID_BYTES), about=about, replaces=None)
-    own: Files = {name: [content] for name, content in zip((TOKENS, CHAT, TAIL), contents, strict=False)}
-    shared: dict[str, list[Buffer] | None] = {
-        run: [content] for run, content in zip(by_digest(made), contents[3:], strict=True)
-    }
-    library.add(made, own, shared)
+    starts = accumulate(sizes, initial=start)
+    contents = [_blocks(carried, at, size) for at, size in zip(starts, sizes, strict=False)]
+    own = dict(zip((TOKENS, CHAT, TAIL), contents, strict=False))
+    library.add(made, own, dict(zip(by_digest(made), contents[3:], strict=True)))
     return made
+
+
+def _check(carried: BinaryIO, parts: list[tuple[int, str]], file: str) -> None:
+    """Reads what comes next. Raises `Corrupt` when it isn't that."""
+    for left, digest in parts:
+        state = blake2b(digest_size=DIGEST_BYTES)
+        while left and (block := carried.read(min(BLOCK_BYTES, left))):
+            state.update(block)
+            left -= len(block)
+        if state.hexdigest() != digest:
+            raise Corrupt(file, "holds other bytes than were written")
+
+
+def _blocks(carried: BinaryIO, at: int, size: int) -> Iterator[Buffer]:
+    """The bytes from there on, which may be more than fit into memory."""
+    for start in range(at, at + size, BLOCK_BYTES):
+        carried.seek(start)
+        yield carried.read(min(BLOCK_BYTES, at + size - start))
 
 
 def _manifest(carried: BinaryIO, file: str) -> Manifest:

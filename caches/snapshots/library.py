@@ -35,7 +35,7 @@ from stateroom.caches.snapshots.tensors import (
 
 ID_BYTES = 16
 
-Files = dict[str, list[Buffer]]
+Files = Mapping[str, Iterable[Buffer]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Library(Reader):
         self.add(made, own, shared)
         return made
 
-    def add(self, made: Manifest, own: Files, shared: Mapping[str, list[Buffer] | None]) -> None:
+    def add(self, made: Manifest, own: Files, shared: Mapping[str, Iterable[Buffer] | None]) -> None:
         """A snapshot whose files are at hand; those of `shared` that are None must be on disk."""
         content = manifest.encode(made)
         for digest, parts in shared.items():
