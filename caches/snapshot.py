@@ -6,7 +6,7 @@ a flag that comes back as text, is how restored caches go wrong.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -34,10 +34,20 @@ def take(cache: SessionCache) -> Snapshot:
     """Of a lone session; the arrays are evaluated, and nobody else's."""
     if cache.rows != 1:
         raise ValueError(f"a snapshot is of one row, not of {cache.rows}")
-    alone = cache.extract_row(0)
+    return _taken(cache, [store.whole() for store in cache.extract_row(0).stores])
+
+
+def view(cache: SessionCache) -> Snapshot:
+    """The same without a copy: views of the session's arrays, to be evaluated one after the other."""
+    if cache.rows != 1:
+        raise ValueError(f"a snapshot is of one row, not of {cache.rows}")
+    return _taken(cache, [s.seen_row(0) if isinstance(s, PackedRows) else s for s in cache.stores])
+
+
+def _taken(cache: SessionCache, stores: Sequence[Store]) -> Snapshot:
     arrays: dict[str, mx.array] = {}
-    facts: Facts = {"format": FORMAT, "length": alone.offsets[0], "quantised": alone.quantised}
-    for n, store in enumerate(store.whole() for store in alone.stores):
+    facts: Facts = {"format": FORMAT, "length": cache.offsets[0], "quantised": cache.quantised}
+    for n, store in enumerate(stores):
         facts[f"{n}.signature"] = _name_of(store)
         if isinstance(store, PackedRows):
             facts[f"{n}.forgotten"] = store.layout.forgotten[0]

@@ -113,6 +113,14 @@ class StoredRows(Unfinished[Forward, tuple[int, ...]]):
         ]
         return self._made(planes, only, (self.chains[row],))
 
+    def seen_row(self, row: int) -> Self:
+        """One row alone, as views of these planes: nothing is computed until somebody evaluates them."""
+        self._refuse_unfinished()
+        only, _ = self.layout.filter([row])
+        start, end = self.layout.left_pad[row], self.layout.ends[row]
+        planes = [None if p is None or start == end else p[row : row + 1, :, start:end] for p in self.planes]
+        return self._with(planes, only, (self.chains[row],))
+
     def filtered(self, keep: Sequence[int]) -> Self:
         """The rows of `keep`, in its order, without the padding that all of them share. None is legal.
 

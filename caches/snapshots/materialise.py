@@ -71,7 +71,7 @@ def materialising(
             store = store.sharing()
             store.chains = ((),)
         stores.append(store)
-    taken = snapshot.take(cache.holding(stores, cache.offsets))
+    taken = snapshot.view(cache.holding(stores, cache.offsets))
     facts: dict[str, Fact] = dict(taken.facts)
     tail: list[Plain] = []
     for name in sorted(taken.arrays):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -131,6 +132,20 @@ def test_the_files_are_safetensors(library: Library, scheme: Scheme) -> None:
         there = {name: bytes(memoryview(mx.view(a, mx.uint8))) for name, a in found.items()}
         assert there == {tensor.name: bytes(tensor.content) for tensor in tensors}
     assert len(made.runs) == 1
+
+
+def test_a_session_is_never_there_twice() -> None:
+    """On the device: copied a tensor at a time."""
+    model, tokens = model_of("llama_64"), text(700)
+    session = empty("llama_64")
+    feed(session, model, tokens)
+    gc.collect()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    materialise(session, tokens, Trunks())
+    assert 0 < mx.get_peak_memory() - before <= session.nbytes_live / 2
+    assert len(session.arrays()) > 3
 
 
 # ---------------------------------------------------------------- trunks
