@@ -60,7 +60,7 @@ def serve(
         str | None,
         typer.Option(
             help="The most KV that all sessions may take together, like 8GiB; idle ones move to disk before "
-            "it is passed. [three quarters of the memory, less weights and 1 GiB]"
+            "it is passed. By default three quarters of the memory, less weights and 1 GiB."
         ),
     ] = None,
     unload_after: Annotated[
