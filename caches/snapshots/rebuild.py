@@ -152,9 +152,9 @@ def _kind(plane: mx.array) -> tuple[int, int, mx.Dtype]:
 
 
 def tensor(plain: Plain) -> mx.array:
-    """[shape], as it was; never through a type that mlx doesn't have."""
+    """[shape], as it was, evaluated; never through a type that mlx doesn't have."""
     dtype = DTYPES[plain.dtype]
     octets = mx.array(memoryview(plain.content).cast("B"))  # type: ignore[arg-type]  # stubs lack buffers
-    if dtype == mx.bool_:
-        return octets.astype(dtype).reshape(plain.shape)
-    return octets.view(dtype).reshape(plain.shape)
+    made = (octets.astype(dtype) if dtype == mx.bool_ else octets.view(dtype)).reshape(plain.shape)
+    mx.eval(made)
+    return made
