@@ -222,7 +222,7 @@ def test_an_open_whose_tokens_kill_the_worker_leaves_nothing(rig: Rig) -> None:
 def test_a_worker_that_hangs_is_reported_then_replaced(start_broker: StartBroker) -> None:
     """B60: silence is told within the stated time, then its stacks are logged, then it is ended. The request
     that hangs every worker is refused in the end, and the one beside it is served."""
-    rig = start_broker(patience=Patience(silence_s=1.2, hang_s=1.6, stacks_s=0.3, restart_first_s=0.05))
+    rig = start_broker(patience=Patience(silence_s=1.2, hang_s=2.6, stacks_s=0.3, restart_first_s=0.05))
     client = rig.client()
     watch = client.send("watch")
     session, other = client.open(), client.open()
@@ -230,7 +230,7 @@ def test_a_worker_that_hangs_is_reported_then_replaced(start_broker: StartBroker
     beside = client.send("decode", session=other, max_tokens=1)
     rig.until(lambda broker: broker.supervisor.engine("toy").silent)
     assert client.ask("stats")["models"][0]["state"] == "silent"
-    error = client.final(stuck, 30.0)["error"]
+    error = client.final(stuck, 60.0)["error"]
     assert error["code"] == "engine_lost"
     assert "no sign of life" in error["message"]
     assert client.final(beside)["finish"] == "length"
@@ -239,10 +239,9 @@ def test_a_worker_that_hangs_is_reported_then_replaced(start_broker: StartBroker
     assert any(" in fill" in line for line in said)  # where it hangs
     assert client.ask("decode", session=other, max_tokens=1)["finish"] == "length"
     client.ask("cancel", request=watch)
-    events = [event["event"] for event in client.replies(watch)[:-1]]
-    assert [event for event in events if event.startswith("engine_")][-3:] == [
-        "engine_silent", "engine_lost", "engine_recovered"
-    ]  # fmt: skip
+    events = [event["event"] for event in client.replies(watch)[:-1] if event["event"].startswith("engine_")]
+    first = events.index("engine_silent")
+    assert events[first : first + 3] == ["engine_silent", "engine_lost", "engine_recovered"]
 
 
 def test_a_worker_that_makes_no_sense_is_replaced(rig: Rig) -> None:
