@@ -214,7 +214,6 @@ class Disk:
             self._end(keep, InUse("the session was needed before it was copied"))
 
     def _copy(self, keep: _Keep) -> None:
-        session = keep.session
         try:
             if keep.steps is None:
                 self._begin(keep)
@@ -228,8 +227,6 @@ class Disk:
             self._keeps.popleft()
             keep.steps = None
             self._end(keep, error)
-        else:
-            assert self._keeps[0].session is session
 
     def _begin(self, keep: _Keep) -> None:
         session = keep.session
