@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ TESTS = Path(__file__).parent
 ALONE = ("system", "deploy", "packaging")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # before what reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
     """For several processes (`-n`): what takes longest first, and the tests of a file on one of them."""
 
     def group(item: pytest.Item) -> str:
@@ -40,6 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group(item)))
     items.sort(key=lambda item: group(item) != ALONE[0])
+    return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
