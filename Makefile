@@ -29,7 +29,7 @@ demo: $(STAMP)  ## two programs that share one daemon and one model
 	@$(BIN)/stateroom demo
 
 test: $(STAMP)  ## all tests; ARGS="-k name" picks some
-	@$(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n $(PROCESSES) --no-loadscope-reorder $(ARGS)
 
 bench: $(STAMP)  ## every figure that the README claims
 	@$(BIN)/python -m benchmarks $(ARGS)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,23 +25,30 @@ START_S = 60.0  # a CPU worker imports mlx and loads a tiny model in about 3 s o
 STOP_S = 10.0  # the daemon promises to leave within 5
 LOG_LINES_SHOWN = 200
 MEASURED = "measured"
-TESTS = Path(__file__).parent
 # Real processes are many and want both cores: these run one after the other, beside everything else.
-ALONE = ("system", "deploy", "packaging")
+ALONE = ("system/", "deploy/", "packaging/")
 
 
-@pytest.hookimpl(wrapper=True)  # before what reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
-    """For several processes (`-n`): what takes longest first, and the tests of a file on one of them."""
+def _together(nodeid: str) -> str:
+    """What runs in one process, in order: the tests of a file; all those of real processes."""
+    part = nodeid.partition("::")[0].removeprefix("tests/")
+    return ALONE[0] if part.startswith(ALONE) else part
 
-    def group(item: pytest.Item) -> str:
-        part = item.path.relative_to(TESTS).parts
-        return ALONE[0] if part[0] in ALONE else "/".join(part)
 
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
-    items.sort(key=lambda item: group(item) != ALONE[0])
-    return (yield)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest goes first."""
+    items.sort(key=lambda item: _together(item.nodeid) != ALONE[0])
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, with `-n`
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _together(nodeid)
+
+    return Together(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
