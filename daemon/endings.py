@@ -56,8 +56,8 @@ class Settlement:
             return self._made(ticket, body)
         session.running = session.running_op = None
         self._catalog.touch(session)
-        if session.quarantined is not None and ticket.op in LIFTS and isinstance(body, LengthResult):
-            session.quarantined = None  # another content, and it was computed
+        if session.quarantined is not None and _lifts(ticket, body):
+            session.quarantined = None
             self._catalog.record(session)
         if ticket.op in ("open", "restore"):
             if isinstance(body, OpenResult):
@@ -103,6 +103,11 @@ class Settlement:
             return [(Event(event="trunk_unpublished", model=session.model, details=details), session.owner)]
         self._metrics.count("sessions_closed")
         return [(Event(event="session_closed", session=session.id, model=session.model), session.owner)]
+
+
+def _lifts(ticket: Ticket, body: Body) -> bool:
+    """Its session has another content now, and all of that was computed."""
+    return ticket.op in LIFTS and isinstance(body, LengthResult) and body.finish == "done"
 
 
 def unfit(session: Session, why: ErrorBody) -> ErrorBody:

@@ -537,8 +537,6 @@ class Work:
         else:
             if isinstance(answer.body, TokenEvent):
                 ticket.texts.append(answer.body.text)
-            else:
-                self._got_on(ticket.session)
             self._tickets.reply(ticket, answer.body)
 
     def on_journals(self, engine: Engine, journals: Journals) -> None:
@@ -551,7 +549,7 @@ class Work:
             return
         resident = session.resident
         self._catalog.journal(session, change)
-        if change.tokens:
+        if change.tokens and session.running_op == "decode":  # it goes on there; a prefill begins again
             self._got_on(session, len(change.tokens))
         if session.resident is not resident and session.state is not SessionState.OPENING:
             self._metrics.count(f"moved.{session.tier}")

@@ -210,6 +210,33 @@ def test_a_session_whose_tokens_kill_the_worker_is_put_in_quarantine(rig: Rig) -
     assert client.ask("decode", session=session, max_tokens=1)["length"] == 3
 
 
+def test_progress_clears_nobody(rig: Rig) -> None:
+    """What is told on the way to the same death again isn't getting on."""
+    client = rig.client()
+    session = client.open([1])
+    asked = client.send("prefill", session=session, tokens=[1] * CHUNK + [DIE], progress=True)
+    assert client.final(asked, 30.0)["error"]["code"] == "engine_lost"
+    assert rig.look(lambda broker: broker.supervisor.engine("toy").deaths) == DEATHS_MAX
+    assert "quarantined" in client.ask("info", session=session)
+
+
+def test_a_sync_that_is_cancelled_lifts_no_quarantine(rig: Rig) -> None:
+    client = rig.client()
+    session = client.open([1])
+    assert client.refusal("prefill", session=session, tokens=[DIE])["code"] == "engine_lost"
+    for op, arguments in (("sync", {"tokens": [1]}), ("trim", {"to": 0})):
+        pid = ready(rig)
+        os.kill(pid, signal.SIGSTOP)
+        asked = client.send(op, session=session, **arguments)
+        rig.until(lambda broker: len(broker.tickets) > 0)
+        assert client.ask("cancel", request=asked)["cancelled"] is True
+        os.kill(pid, signal.SIGKILL)
+        assert client.final(asked)["finish"] == "cancelled"
+        assert "quarantined" in client.ask("info", session=session)
+    assert client.ask("sync", session=session, tokens=[2])["finish"] == "done"
+    assert "quarantined" not in client.ask("info", session=session)
+
+
 def test_an_open_whose_tokens_kill_the_worker_leaves_nothing(rig: Rig) -> None:
     client = rig.client()
     error = client.refusal("open", tokens=[DIE], name="x")
