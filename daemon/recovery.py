@@ -57,13 +57,16 @@ class Suspicion:
     def is_suspect(self, session_id: str) -> bool:
         return self.deaths(session_id) >= SUSPECT_DEATHS
 
-    def died(self, session_ids: Iterable[str]) -> str | None:
-        """A worker died that had requests of these sessions; gives the one that is known to be the cause."""
+    def died(self, session_ids: Iterable[str], company: bool = False) -> str | None:
+        """A worker died that had requests of these sessions; gives the one that is known to be the cause.
+
+        `company`: it had other work beside, which may have been the cause as well.
+        """
         blamed = set(session_ids)
         for session_id in blamed:
             record = self._records.setdefault(session_id, Record())
             record.deaths, record.tokens = record.deaths + 1, 0
-        alone = next(iter(blamed)) if len(blamed) == 1 else None
+        alone = next(iter(blamed)) if len(blamed) == 1 and not company else None
         return alone if alone is not None and self.deaths(alone) >= DEATHS_MAX else None
 
     def got_on(self, session_id: str, tokens: int | None = None) -> bool:

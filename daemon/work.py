@@ -608,7 +608,8 @@ class Work:
     def _blame(self, tickets: list[Ticket], reason: str) -> Session | None:
         """Counts a death; a session that is known to be its cause is put in quarantine, and given."""
         blamed = {t.session.id: t.session for t in tickets if t.session is not None and computes(t)}
-        session = blamed.get(self.queues.suspicion.died(blamed) or "")
+        company = any(t.session is None or t.looks for t in tickets)  # an import, a verification of ours
+        session = blamed.get(self.queues.suspicion.died(blamed, company) or "")
         if session is not None:
             self._metrics.count("sessions_quarantined")
             session.quarantined = why_quarantined(self.queues.suspicion.deaths(session.id), reason)

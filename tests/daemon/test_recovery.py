@@ -76,6 +76,13 @@ def test_one_in_company_is_never_found() -> None:
     assert suspicion.died(["b"]) == "b"  # and this is enough, once it is alone
 
 
+def test_one_beside_what_has_no_session_is_not_found_either() -> None:
+    suspicion = Suspicion()
+    for _ in range(20):
+        assert suspicion.died(["a"], company=True) is None
+    assert suspicion.died(["a"]) == "a"
+
+
 def test_nobody_is_to_blame_for_a_death_without_requests() -> None:
     suspicion = Suspicion()
     assert suspicion.died([]) is None

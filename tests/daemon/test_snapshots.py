@@ -29,6 +29,7 @@ from stateroom.client.errors import Busy, Capacity, Exists, NotFound
 from stateroom.daemon.broker import Broker
 from stateroom.daemon.carriage import CARRIED_PER_OWNER_MAX, EXPORT_BYTES
 from stateroom.daemon.link import Kept
+from stateroom.daemon.recovery import DEATHS_MAX
 from stateroom.daemon.snapshots import Snapshots
 from stateroom.daemon.store.pending import Pending
 from stateroom.daemon.store.rows import SnapshotRow
@@ -585,6 +586,23 @@ def test_a_worker_that_dies_under_an_import(again: Again, state: Path) -> None:
     assert names(client) == ["large", "theirs"]
     assert len(kept_files(state)) == 2
     rig.until(lambda broker: not incoming(state) and not broker.archive.snapshots._reserved)
+
+
+def test_a_session_beside_an_import_does_not_pay_for_it(again: Again, state: Path) -> None:
+    """An import that kills has no session that could be found; the one beside it isn't taken for it."""
+    file = written(state)
+    rig = again("save_s=60,step_s=60")
+    client = rig.client()
+    session = client.open()
+    client.send("decode", session=session, max_tokens=5)
+    client.send("import", snapshot="theirs", total=len(file), data=file)
+    for deaths in range(DEATHS_MAX):
+        rig.until(
+            lambda broker: len(broker.tickets) == 2 and all(t.generation is not None for t in broker.tickets)
+        )
+        kill_worker(rig)
+        rig.until(lambda broker, deaths=deaths: broker.supervisor.engine("toy").deaths > deaths)
+    assert "quarantined" not in client.ask("info", session=session)
 
 
 def test_a_client_that_leaves_while_its_file_is_taken_in(again: Again, state: Path) -> None:
