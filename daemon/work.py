@@ -59,7 +59,7 @@ from stateroom.daemon.recovery import (
     seeded,
     why_quarantined,
 )
-from stateroom.daemon.session import Session
+from stateroom.daemon.session import NO_ENGINE, Session
 from stateroom.daemon.store.rows import SnapshotRow
 from stateroom.daemon.supervisor import Engine, Supervisor
 from stateroom.daemon.tickets import SESSION_SHOWN, Ticket, Tickets
@@ -629,12 +629,14 @@ class Work:
         return cut_short(ticket, why)
 
     def _take_back(self, ticket: Ticket) -> None:
-        """What a request added to a session, which no engine has, and was told to nobody, goes again."""
+        """What a request added to a session and told nobody goes again; no engine has the request."""
         session = ticket.session
         if session is None or ticket.base is None or session.running != ticket.rid:
             return
         if session.length > ticket.base:
             self._catalog.journal(session, Journal(session.id, ticket.base, [], resident=False))
+            if session.generation != NO_ENGINE:  # a read brought it there as it was
+                self._adopt(session, self._supervisor.engine(session.model))
 
     def _tell_stream(self, ticket: Ticket, event: str, **details: object) -> None:
         """Tells who reads a stream what happens to it."""

@@ -16,7 +16,7 @@ from tests.daemon.scripted_worker import BABBLE, CHUNK, DIE, HANG
 from stateroom.client.timeouts import Timeouts
 from stateroom.daemon.config import Patience
 from stateroom.daemon.lifecycle import EngineState
-from stateroom.daemon.recovery import DEATHS_MAX
+from stateroom.daemon.recovery import DEATHS_MAX, SUSPECT_DEATHS
 
 StartBroker = Callable[..., Rig]
 
@@ -138,6 +138,28 @@ def test_what_goes_on_can_be_cancelled_before_there_is_a_worker(start_broker: St
     assert client.final(replaced)["finish"] == "cancelled"
     assert client.final(sync)["error"]["code"] == "engine_lost"
     assert client.ask("info", session=third)["state"] == "idle"
+
+
+def test_what_is_taken_back_is_gone_in_the_worker_too(start_broker: StartBroker) -> None:
+    """A session that waits behind a trial was adopted for a read, with tokens that a cancel takes back."""
+    rig = start_broker("step_s=0.3")
+    client = rig.client()
+    session, first = client.open(), client.open()
+    whole = client.send("decode", session=session, max_tokens=1000, stream=False)
+    rig.until(lambda broker: broker.catalog.get(session).length > 3)  # type: ignore[union-attr]
+    client.send("decode", session=first, max_tokens=1000)  # the later one goes on first
+    for deaths in range(SUSPECT_DEATHS):
+        rig.until(lambda broker: sum(t.generation is not None for t in broker.tickets) == 2)
+        os.kill(ready(rig), signal.SIGKILL)
+        rig.until(lambda broker, deaths=deaths: broker.supervisor.engine("toy").deaths > deaths)
+    ready(rig)
+    assert client.ask("info", session=session)["state"] == "queued"
+    assert len(client.ask("tokens", session=session)["tokens"]) > 3
+    assert client.ask("cancel", request=whole)["cancelled"] is True
+    assert client.final(whole)["length"] == 3
+    assert client.ask("tokens", session=session)["tokens"] == [1, 2, 3]
+    assert client.ask("trim", session=session, count=1)["length"] == 2
+    assert rig.look(lambda broker: broker.supervisor.engine("toy").deaths) == SUSPECT_DEATHS
 
 
 def test_what_goes_on_ends_with_the_daemon_as_what_runs_does(start_broker: StartBroker) -> None:
