@@ -267,6 +267,8 @@ class Disk:
         if self._engine.sessions.get(session.id) is not session:
             self.discard([snapshot])
             return
+        if session.snapshot not in (None, keep.replaces):  # written since this one was asked for
+            self.drop(session)
         session.snapshot, session.snapshot_sure = snapshot, True
         session.snapshot_stored = keep.stored
         session.snapshot_length = common_prefix(keep.tokens, session.tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,27 @@ def test_a_closed_session_leaves_nothing(bench: Bench) -> None:
     assert not bench.shelved
     assert not bench.engine.disk.library.entries
     assert bench.incidents == []
+
+
+def test_one_that_is_parked_while_it_is_written_is_there_once(bench: Bench) -> None:
+    session = bench.open(PROMPT)
+    disk = bench.engine.disk
+    assert disk is not None
+    go = threading.Event()
+    disk.files.ask(go.wait, lambda _: None)
+    disk.keep(bench.session(session), lambda _: None)
+    while not disk._writing:
+        bench.engine.step()
+    rid = bench.start(p.Park(session=session))  # before it is known that it was written
+    while disk._writing < 2:
+        bench.engine.step()
+    go.set()
+    assert isinstance(bench.finish(rid), p.ParkResult)
+    bench.idle()
+    assert list(bench.shelved) == list(disk.library.entries) == [bench.session(session).snapshot]
+    bench.call(p.Close(session=session))
+    bench.idle()
+    assert not disk.library.entries
 
 
 def test_the_oldest_goes_when_there_is_no_room(loaded: LoadedModel, tmp_path: Path) -> None:
