@@ -73,7 +73,13 @@ class Files:
         os.close(self._wake)
 
     def _run(self) -> None:
-        while (task := self._asked.get()) is not None:
-            self._done.append(task())
+        while self._next():
             with contextlib.suppress(BlockingIOError):  # full: it is readable
                 os.write(self._wake, b".")
+
+    def _next(self) -> bool:
+        """False at the end. In a frame of its own: nothing of what was done is held until more is asked."""
+        task = self._asked.get()
+        if task is not None:
+            self._done.append(task())
+        return task is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -62,6 +63,21 @@ def test_nothing_is_there_until_it_was_done(files: Files) -> None:
     go.set()
     assert files.wait(S)
     until(files, taken, 1)
+
+
+def test_what_was_done_is_held_no_longer(files: Files) -> None:
+    """It may have had a copy of a session in view."""
+
+    class Copy:
+        pass
+
+    copy = Copy()
+    there = weakref.ref(copy)
+    files.ask(lambda copy=copy: copy, lambda _: None)  # type: ignore[misc]
+    del copy
+    assert select.select([files.fileno()], [], [], S)[0]
+    files.turn()
+    assert there() is None
 
 
 def test_closing_ends_what_was_begun() -> None:
