@@ -189,7 +189,9 @@ class Sharing:
         def fail(error: Exception) -> None:
             if fill.opens:
                 self.leave(fill.session)
-            self._engine.fail(fill.rid, error, self._engine.journal(fill.session, fill.session.length))
+            fill.end_cancelled()
+            keep = 0 if fill.applied else fill.session.length
+            self._engine.fail(fill.rid, error, self._engine.journal(fill.session, keep))
 
         try:
             begin()

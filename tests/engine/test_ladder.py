@@ -338,6 +338,30 @@ def test_a_wait_has_an_end(full: tuple[Bench, int, str], monkeypatch: pytest.Mon
     assert len(bench.engine.sessions) == 2
 
 
+def test_who_waits_in_vain_with_a_change_carried_out_tells_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its KV went for a snapshot that proved of no use, and then the budget became smaller."""
+    model = make_tiny_model("gemma3_text", context=2048)
+    bench = bench_of(model, tmp_path, budget=4 * row_of(model, 700))
+    (session,) = opened(bench, tokens_of(600))
+    disk, before = bench.engine.disk, tokens_of(600)
+    assert disk is not None
+    disk.keep(bench.session(session), lambda _: None)
+    bench.idle()
+    rid = bench.start(p.Sync(session=session, tokens=[*before[:550], 1, 2, 3]))
+    while bench.session(session).length == 600:
+        bench.turn()
+    assert disk.fetching.waiting
+    bench.engine.memory.budget_bytes = 1000
+    monkeypatch.setattr(ladder, "ROOM_WAIT_S", 0.0)
+    body = bench.finish(rid)
+    assert isinstance(body, p.ErrorBody)
+    assert body.code == "capacity"
+    assert bench.journal[session] == bench.session(session).tokens == before[:550]
+    bench.check_law(session)
+
+
 def test_only_so_many_wait(full: tuple[Bench, int, str], monkeypatch: pytest.MonkeyPatch) -> None:
     bench, stream, _ = full
     monkeypatch.setattr(ladder, "HELD_MAX", 3)
