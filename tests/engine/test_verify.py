@@ -274,6 +274,23 @@ def test_it_is_admitted_by_the_budget(loaded: LoadedModel) -> None:
         assert relative(verified(bench, "far")) <= DENSE_BOUND
 
 
+def test_what_is_to_be_verified_counts_though_its_session_has_gone(loaded: LoadedModel) -> None:
+    bench = Bench(loaded)
+    other, session = bench.open(PROMPT), bench.open(LONG)
+    stream = bench.start(p.Decode(session=other, max_tokens=300, ignore_eos=True))
+    bench.engine.step()
+    rid = bench.start(p.Verify(), session=session)
+    memory, request = bench.engine.memory, bench.engine.requests[rid]
+    held = memory.held_bytes
+    bench.start(p.Close(session=session))
+    assert request.session.cache is not None
+    assert sum(trunk.nbytes for trunk in request.session.cache.trunks) > 0
+    assert memory.held_bytes == held
+    assert memory.busy_bytes == held + memory._promised()
+    bench.finish(rid, stream)
+    assert memory.held_bytes == bench.session(other).kv_bytes
+
+
 def test_nobody_gives_way_to_one_that_was_picked_nor_is_it_a_use(loaded: LoadedModel) -> None:
     one = Bench(loaded).engine.schemes.dense.projected_bytes(len(LONG), 512)
     bench = Bench(loaded, kv_budget_bytes=2 * one + one // 2)
