@@ -123,15 +123,15 @@ class Memory:
         """KV on the device: rows of sessions and batches, each part once, whoever shares it; and drafts."""
         self._count()
         batched = [batch.cache for batch in self._engine.decoding.batches if batch.cache is not None]
-        seen = {trunk for cache in (*batched, *self._branches()) for trunk in cache.trunks}
+        seen = {trunk for cache in batched for trunk in cache.trunks} | self._verified()
         trunks = {trunk for trunk in seen if trunk.number not in self._sizes}
         rows = sum(cache.nbytes_capacity for cache in batched)
         return self._own + self._parts + rows + sum(trunk.nbytes for trunk in trunks) + self._drafts()
 
-    def _branches(self) -> list[SessionCache]:
-        """What is to be verified: its session may have gone meanwhile. Columns of its own were promised."""
+    def _verified(self) -> set[Trunk]:
+        """Of what is to be verified: its session may have gone meanwhile. Columns of its own were promised."""
         twins = [r.session.cache for r in self._engine.requests.values() if isinstance(r, Verify)]
-        return [cache for cache in twins if cache is not None]
+        return {trunk for cache in twins if cache is not None for trunk in cache.trunks}
 
     def _drafts(self) -> int:
         """KV of drafting models: of sessions that speculated lately, and of all streams that do."""
@@ -291,7 +291,7 @@ class Memory:
         counted = [self._counted.get(session, (0, ())) for session in self._engine.busy]
         sizes = {number: self._sizes[number] for _, numbers in counted for number in numbers}
         batched = [batch.cache for batch in self._engine.decoding.batches]
-        seen = {trunk for cache in (*batched, *self._branches()) for trunk in cache.trunks}
+        seen = {trunk for cache in batched for trunk in cache.trunks} | self._verified()
         sizes.update((trunk.number, trunk.nbytes) for trunk in seen)
         rows = sum(cache.nbytes_capacity for cache in batched)
         return sum(own for own, _ in counted) + sum(sizes.values()) + rows + self._promised()
