@@ -129,7 +129,7 @@ class Memory:
         return self._own + self._parts + rows + sum(trunk.nbytes for trunk in trunks) + self._drafts()
 
     def _verified(self) -> set[Trunk]:
-        """Of what is to be verified: its session may have gone meanwhile. Columns of its own were promised."""
+        """Of what is to be verified: its session may have gone meanwhile. Its own columns were promised."""
         twins = [r.session.cache for r in self._engine.requests.values() if isinstance(r, Verify)]
         return {trunk for cache in twins if cache is not None for trunk in cache.trunks}
 
