@@ -41,7 +41,7 @@ class Tail:
     """The open file. What fails here is no harm to the catalog.
 
     Attributes:
-        lost: why nothing is written to it, until the next mark; None: all is well.
+        lost: why nothing is written to it, until a flush is on disk; None: all is well.
         number: the last mark that `after` found.
     """
 
@@ -51,6 +51,7 @@ class Tail:
         self.number = 0
         self._descriptor: int | None = None
         self._bytes = self._mark_at = 0
+        self._behind: bytearray | None = None  # while it is lost: the last mark and all since, if not much
 
     def after(self, number: int) -> list[Message]:
         """The messages behind the mark of a flush; none when there is no such mark."""
@@ -70,6 +71,7 @@ class Tail:
     def add(self, message: Message) -> None:
         """One message, before anybody hears of what it says."""
         if self._descriptor is None:
+            self._keep(message)
             return
         record = _encoded(message)
         if self._bytes + len(record) > BYTES_MAX:
@@ -88,15 +90,25 @@ class Tail:
     def mark(self, number: int) -> None:
         """A flush takes all that was added."""
         if self._descriptor is None:
-            self.begin(number)  # all that it lacks comes later, if that flush succeeds
+            self._behind = bytearray(_encoded((MARK, number)))  # not begun before that flush is on disk
             return
         self._mark_at = self._bytes
         self.add((MARK, number))
 
     def flushed(self) -> None:
         """The last mark's flush is on disk: what lies before the mark isn't needed any more."""
-        if self._descriptor is not None and self._mark_at > BEHIND_BYTES:
+        if self._descriptor is None:
+            if self._behind is not None:
+                self._replace([], bytes(self._behind))
+        elif self._mark_at > BEHIND_BYTES:
             self._replace([], os.pread(self._descriptor, self._bytes - self._mark_at, self._mark_at))
+
+    def _keep(self, message: Message) -> None:
+        """For when it is begun anew."""
+        if self._behind is not None:
+            self._behind += _encoded(message)
+            if len(self._behind) > BEHIND_BYTES:
+                self._behind = None
 
     def close(self, remove: bool) -> None:
         """`remove`: all of it is in the catalog."""
@@ -126,6 +138,7 @@ class Tail:
             return
         self.close(remove=False)
         self._descriptor, self._bytes, self._mark_at, self.lost = descriptor, len(content), 0, None
+        self._behind = None
 
     def _lose(self, why: str) -> None:
         """Nothing follows a gap: what came before it can still be read."""

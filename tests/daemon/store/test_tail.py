@@ -165,6 +165,47 @@ def test_a_tail_that_can_not_grow_is_begun_anew_with_the_next_flush(
     again.kill()
 
 
+def test_a_tail_that_can_not_grow_is_kept_while_flushes_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds what the catalog lacks; begun anew behind a flush that failed, it would be of no use."""
+    process = Process(tmp_path)
+    process.pending.session(SessionRow("a", "owner", "model", "interactive", 1, 1))
+    process.pending.changed("a", 0, [1, 2])
+    monkeypatch.setattr(module, "BYTES_MAX", (tmp_path / "catalog.tail").stat().st_size + 10)
+    process.pending.changed("a", 2, [3])
+    assert process.tail.lost
+    process.flush(False)
+    process.pending.changed("a", 3, [4])
+    process.kill()
+    again = Process(tmp_path)
+    assert [stored.tokens.tolist() for stored in again.store.loaded.sessions] == [[1, 2]]
+    again.kill()
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_what_comes_while_a_tail_waits_for_its_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    process = Process(tmp_path)
+    process.pending.session(SessionRow("a", "owner", "model", "interactive", 1, 1))
+    process.tail._lose("the disk is full")
+    process.number += 1
+    batch = process.pending.take()
+    process.tail.mark(process.number)
+    monkeypatch.setattr(module, "BEHIND_BYTES", 10_000 if room else 100)
+    process.pending.changed("a", 0, range(100))
+    process.store.write(batch, False, process.number)
+    process.tail.flushed()
+    assert (process.tail.lost is None) is room  # else the next flush is waited for
+    process.pending.changed("a", 100, [7])
+    process.kill()
+    again = Process(tmp_path)
+    (stored,) = again.store.loaded.sessions
+    assert stored.tokens.tolist() == ([*range(100), 7] if room else [])
+    again.kill()
+
+
 def test_a_killed_process_loses_nothing_that_it_told(tmp_path: Path) -> None:
     """Real processes, killed at random moments; a message is told once it was taken."""
     command = [sys.executable, "-m", "tests.daemon.store.tail_kills", str(tmp_path), str(KILLS), "8"]
