@@ -153,8 +153,10 @@ class Library(Reader):
             durable.sync_folder(staged)
             durable.move(staged, self._kept(made.id))
         except BaseException:
-            if staged.exists():
-                durable.remove(staged)
+            if self._kept(made.id).exists():  # it has its name, and nobody can say for how long
+                self._kept(made.id).rename(staged)
+            for left in (staged, *(self.folder / "new" / digest for digest in shared)):
+                durable.remove(left)
             self._drop_runs(made.run_bytes)
             raise
         self._hold(made, len(content))

@@ -248,6 +248,37 @@ def test_every_file_is_synced(library: Library, monkeypatch: pytest.MonkeyPatch)
     assert len([path for path in synced if len(path.name) == 64]) == 1
 
 
+@pytest.mark.parametrize(
+    ("what", "nth"), [*(("rename", n) for n in range(3)), *(("sync_folder", n) for n in range(7))]
+)
+def test_a_disk_that_fails_once_leaves_nothing_in_the_way(
+    library: Library, monkeypatch: pytest.MonkeyPatch, what: str, nth: int
+) -> None:
+    """Whichever of the names that a snapshot of two runs is given, or of the syncs behind them."""
+    old = library.write(material(1, runs=(run(1),)), MODEL, about())
+    before = list(files(library))
+    place = os if what == "rename" else durable
+    real, calls = getattr(place, what), list[object]()
+
+    def failing(*paths: Path) -> None:
+        calls.append(paths)
+        if len(calls) == nth + 1:
+            raise OSError(28, "No space left on device")
+        real(*paths)
+
+    new = material(2, runs=(run(2), run(3, start=11)))
+    monkeypatch.setattr(place, what, failing)
+    with pytest.raises(OSError, match="No space"):
+        library.write(new, MODEL, about(), replaces=old.id)
+    monkeypatch.undo()
+    assert files(library) == before
+    made = library.write(new, MODEL, about(), replaces=old.id)
+    library.close()
+    again = Library(library.folder)
+    assert list(again.entries) == [made.id]
+    assert plain_of(again.read(made.id, EXPECTED)) == plain_of_material(new)
+
+
 def test_what_writes_loads_no_mlx() -> None:
     """B46: a writer's thread or process has nothing to touch the device with."""
     program = "import sys, stateroom.caches.snapshots.carried as c, stateroom.caches.snapshots.fingerprint\n"
