@@ -117,6 +117,8 @@ class Archive:
             self._changed(session, None, 0)
 
     def _changed(self, session: Session, snapshot: str | None, nbytes: int) -> None:
+        if (session.snapshot, session.snapshot_bytes) == (snapshot, nbytes):
+            return
         tier = session.tier
         session.snapshot, session.snapshot_bytes = snapshot, nbytes
         self._catalog.record(session)

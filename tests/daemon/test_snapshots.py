@@ -26,12 +26,15 @@ from stateroom.caches.snapshots.library import Library
 from stateroom.caches.snapshots.manifest import About
 from stateroom.caches.snapshots.places import library_of
 from stateroom.client.errors import Busy, Capacity, Exists, NotFound
+from stateroom.daemon.archive import Archive
 from stateroom.daemon.broker import Broker
 from stateroom.daemon.carriage import CARRIED_PER_OWNER_MAX, EXPORT_BYTES
+from stateroom.daemon.catalog import Catalog
+from stateroom.daemon.lifecycle import SessionEvent
 from stateroom.daemon.link import Kept
 from stateroom.daemon.recovery import DEATHS_MAX
 from stateroom.daemon.snapshots import Snapshots
-from stateroom.daemon.store.pending import Pending
+from stateroom.daemon.store.pending import Message, Pending
 from stateroom.daemon.store.rows import SnapshotRow
 
 Again = Callable[..., Rig]
@@ -772,6 +775,26 @@ def test_the_books_agree_with_the_files(seed: int, steps: int) -> None:
     world.begin()
     for model in MODELS:
         world.restart(model)
+
+
+def test_what_is_as_it_was_is_not_written_again() -> None:
+    """A worker's start tells of all that is there, and there may be thousands."""
+    told: list[Message] = []
+    catalog = Catalog(lambda: 0.0, pending=Pending(told.append))
+    archive = Archive(catalog, lambda event, owner: None, lambda model, ids: None, keeps=True)
+    sessions = catalog.add("app", "m", [None] * 3, "interactive", None, [])
+    for session in sessions:
+        session.advance(SessionEvent.OPENED)
+        catalog.opened(session)
+    kept = [Kept(f"{n:032x}", "app", session.id, None, 5, 50, 1) for n, session in enumerate(sessions)]
+    archive.on_kept("m", kept, [])
+    assert [session.tier for session in sessions] == ["disk"] * 3
+    told.clear()
+    archive.on_kept("m", kept, [])
+    assert told == []
+    archive.on_kept("m", kept[:2], [])
+    assert [what for what, *_ in told] == ["drop", "session"]
+    assert [session.tier for session in sessions] == ["disk", "disk", "tokens"]
 
 
 def test_names_are_reserved_counted_and_let_go() -> None:
