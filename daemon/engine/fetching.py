@@ -7,6 +7,7 @@ tokens are compared with the session's, and KV of those that both have is what t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from stateroom.daemon.engine.engine import Engine
 
 
+READ_MAX = 2  # snapshots that are read, or to become arrays: they are in memory besides the budget
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fetch:
     """`must`: the snapshot was asked for by name, so that without it there is no answer."""
@@ -43,6 +47,8 @@ class Fetching:
         self._engine = engine
         self._disk = disk
         self._waiting: dict[int, _Fetch] = {}  # by rid
+        self._known: deque[tuple[_Fetch, Manifest]] = deque()  # to be read
+        self._reading = 0
         self._building: dict[_Fetch, Generator[None, None, None]] = {}  # of those, what was read
 
     @property
@@ -97,18 +103,29 @@ class Fetching:
                 if not self.waits(fetch.fill):
                     raise  # it was handed on
                 self._unread(fetch, error)
+        self._read_on()
 
     def _leave(self, fetch: _Fetch) -> None:
         self._building.pop(fetch, None)
         del self._waiting[fetch.fill.rid], self._engine.requests[fetch.fill.rid]
 
     def _found(self, fetch: _Fetch, found: Manifest | Exception) -> None:
-        """The manifest is read: the rest follows, but for runs that are in memory."""
+        """The manifest is read: the rest follows."""
         if self._waiting.get(fetch.fill.rid) is not fetch:
             return
         if isinstance(found, Exception):
             self._unread(fetch, found)
             return
+        self._known.append((fetch, found))
+
+    def _read_on(self) -> None:
+        while self._known and self._reading + len(self._building) < READ_MAX:
+            fetch, found = self._known.popleft()
+            if self._waiting.get(fetch.fill.rid) is fetch:
+                self._begin_read(fetch, found)
+
+    def _begin_read(self, fetch: _Fetch, found: Manifest) -> None:
+        """All of it but for runs that are in memory."""
         alive = self._disk.trunks.alive(found.runs)
         stored = kv_parts(fetch.fill.session.served.blueprint)
 
@@ -116,9 +133,11 @@ class Fetching:
             expected = {**self._disk.model(), **stored}
             return self._disk.library.read(fetch.snapshot, expected, frozenset(alive))
 
+        self._reading += 1
         self._disk.ask(read, lambda content: self._read(fetch, alive, content))
 
     def _read(self, fetch: _Fetch, alive: Mapping[str, Trunk], content: Content | Exception) -> None:
+        self._reading -= 1
         if self._waiting.get(fetch.fill.rid) is not fetch:
             return
         if isinstance(content, Exception):

@@ -11,6 +11,7 @@ from tests.engine.harness import Bench, greedy
 from tests.tiny import make_tiny_model
 
 from stateroom.client import protocol as p
+from stateroom.daemon.engine.fetching import READ_MAX
 from stateroom.daemon.engine.model import LoadedModel
 from stateroom.daemon.link import Kept
 
@@ -232,6 +233,24 @@ def test_many_come_back_at_once_within_the_budget(tmp_path: Path) -> None:
         body = bench.final(rid)
         assert isinstance(body, p.LengthResult), body
         assert body.receipt.source == "snapshot"
+        bench.check_law(session)
+
+
+def test_what_was_read_never_piles_up_in_memory(bench: Bench) -> None:
+    """Bytes that were read are held besides the budget: of a few sessions, however many come back."""
+    sessions = [bench.open(text(n)) for n in range(1, 9)]
+    for session in sessions:
+        parked(bench, session)
+    assert bench.engine.disk is not None
+    fetching, most = bench.engine.disk.fetching, 0
+    rids = [bench.start(p.Prefill(session=session, tokens=[7])) for session in sessions]
+    bench.cancel(rids[3])
+    while any(bench.final(rid) is None for rid in rids):
+        bench.turn()
+        most = max(most, fetching._reading + len(fetching._building))
+    assert most == READ_MAX
+    assert not bench.engine.disk.busy
+    for session in sessions:
         bench.check_law(session)
 
 
