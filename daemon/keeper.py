@@ -192,17 +192,21 @@ class Keeper:
         if self._flushing is not None:
             await asyncio.wait([self._flushing], timeout=LAST_S)
         self._alarm.stop()
-        closing = asyncio.get_running_loop().run_in_executor(self._thread, self._end, self.pending.take())
-        _, late = await asyncio.wait([closing], timeout=LAST_S)
-        if late:  # the process ends once it is through, or is ended before; nothing is lost by that
+        late = None if self._flushing is None else self._number
+        end = partial(self._end, self.pending.take(), late)
+        closing = asyncio.get_running_loop().run_in_executor(self._thread, end)
+        _, waiting = await asyncio.wait([closing], timeout=LAST_S)
+        if waiting:  # the process ends once it is through, or is ended before; nothing is lost by that
             closing.cancel()  # only the waiting: nobody hears of its end
             self._log.warning("journal still being written", file=str(self._store.file))
         self._thread.shutdown(wait=False)
 
-    def _end(self, batch: Batch) -> None:
-        """On the thread."""
+    def _end(self, batch: Batch, late: int | None) -> None:
+        """On the thread. `late`: the number of a flush that nobody waited for any more."""
         written = False
         try:
+            if late is not None and late != self._store.number:
+                raise NotWritten(self._store.file, "the flush before failed")
             self._store.write(batch, lasting=True, number=self._number + 1)
             written = True
         except Exception as error:
