@@ -153,7 +153,7 @@ class Sharing:
     def restock(self, session: Session) -> None:
         """A published trunk that lost its KV with a worker takes what a fork of it has: that one may go."""
         trunk = self._engine.sessions.get(session.trunk or "")
-        if trunk is None or trunk is session or not trunk.missing:
+        if trunk is None or trunk is session or not trunk.missing or self._is_busy(trunk):
             return
         length = self._reach(session, min(trunk.length - 1, session.trunk_length, session.stored))
         if length < trunk.stored + SHARE_MIN or not self._affords(session):

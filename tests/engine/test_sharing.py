@@ -421,3 +421,22 @@ def test_too_many_trunks_are_brought_together_only_where_there_is_room(loaded: L
             assert body.receipt.source == source
         assert bench.engine.kv_bytes <= held + room
     bench.check_law(lender)
+
+
+def test_a_trunk_that_computes_its_own_takes_nothing_from_a_fork() -> None:
+    """A fork of a trunk of the background overtakes it: what is under way in the trunk isn't replaced."""
+    bench = Bench(make_tiny_model(context=1024), pace=Pace(idle_ms=1.0))
+    tokens = [(13 * k) % 200 for k in range(600)]
+    bench.adopt("trunk", tokens, trunk="trunk", trunk_length=len(tokens), background=True)
+    forked = bench.call(p.Fork(session="trunk", n=1))
+    assert isinstance(forked, p.ForkResult)
+    (child,) = forked.sessions
+    verify = bench.start(p.Verify(session="trunk"))
+    while not bench.session("trunk").stored:
+        bench.turn()
+    bench.call(p.Prefill(session=child, tokens=[1]))
+    assert bench.session("trunk").stored + SHARE_MIN < len(tokens)
+    assert isinstance(bench.finish(verify), p.VerifyResult)
+    assert bench.incidents == []
+    bench.check_law("trunk")
+    bench.check_law(child)
