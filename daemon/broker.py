@@ -201,9 +201,9 @@ class Broker:
         self._context.term()
 
     def _tick(self) -> None:
+        self._tick_alarm.ring_in(TICK_S)
         if self._door is not None:
             self._expel(self._door)
-        self._tick_alarm.ring_in(TICK_S)
         self.work.expire()
         if self.carriage is not None:
             self.carriage.expire()

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,8 +178,9 @@ class Allowed:
         seen = _signature(self._folder)
         if seen == self._seen:
             return
-        self._seen = seen
-        guests = {key: Guest(name, key) for name, key in _entries(self._folder)}
+        unread: list[OSError] = []
+        guests = {key: Guest(name, key) for name, key in _entries(self._folder, unread.append)}
+        self._seen = unread or seen  # what could not be read is tried again
         # The same object while nothing changes: whoever holds one may compare by `is`.
         self._guests = {
             key: self._guests[key] if self._guests.get(key) == guest else guest
@@ -202,14 +203,26 @@ def _signature(folder: Path) -> object:
     return sorted((name, about.st_ino, about.st_mtime_ns, about.st_size) for name, about in found)
 
 
-def _entries(folder: Path) -> Iterator[tuple[str, str]]:
+def _entries(
+    folder: Path, unread: Callable[[OSError], None] = lambda error: None
+) -> Iterator[tuple[str, str]]:
     """Name and key of each client. What isn't one is passed over: a broken file lets nobody in."""
-    if not folder.is_dir():
+    try:
+        paths = sorted(folder.iterdir())[: 2 * CLIENTS_MAX] if folder.is_dir() else []
+    except OSError as error:
+        unread(error)
         return
-    for path in sorted(folder.iterdir())[: 2 * CLIENTS_MAX]:
-        if re.fullmatch(NAME_PATTERN, path.name) and not path.name.startswith(".") and path.is_file():
+    for path in paths:
+        if not re.fullmatch(NAME_PATTERN, path.name) or path.name.startswith("."):
+            continue
+        try:
+            if not path.is_file():
+                continue
             with path.open(encoding="ascii", errors="replace") as file:
                 key = file.read(FILE_BYTES_MAX).strip()
+        except OSError as error:  # revoked meanwhile, or not readable
+            unread(error)
+        else:
             if is_key(key):
                 yield path.name, key
 

@@ -112,6 +112,29 @@ def test_a_broken_file_lets_nobody_in(keys: Keys) -> None:
     assert not allowed.knows(Guest("laptop", "half of a ke"))
 
 
+def test_one_that_can_not_be_read_keeps_nobody_in_or_out(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went while the list was read, or its disk failed: the others count, and it is read again."""
+    pairs = [make_pair().public for _ in range(3)]
+    for name, public in zip(("a", "b", "c"), pairs, strict=True):
+        keys.allow(name, public)
+    allowed = Allowed(keys)
+    allowed.refresh()
+    real, broken = Path.open, True
+
+    def opened(path: Path, *given: object, **options: object) -> object:
+        if broken and path.name == "a":
+            raise PermissionError(13, "no")
+        return real(path, *given, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Path, "open", opened)
+    keys.revoke("b")
+    allowed.refresh()
+    assert [allowed.guest(each) is not None for each in pairs] == [False, False, True]
+    broken = False
+    allowed.refresh()
+    assert [allowed.guest(each) is not None for each in pairs] == [True, False, True]
+
+
 def test_zap_frames() -> None:
     """Only a CURVE question with a whole key is one; every question has its answer."""
     question = [b"route", b"", b"1.0", b"7", b"domain", b"1.2.3.4", b"", b"CURVE", b"k" * 32]
