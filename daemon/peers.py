@@ -23,6 +23,7 @@ DEFAULT_APP = "default"
 OWN_NAME = b"\0"  # what routing ids begin with that ZeroMQ chose: it never gives one twice
 OUTBOX_BYTES_MAX = 64 * 1024 * 1024  # of one client; four of the largest replies
 FINALS_MAX = OUTBOX_MESSAGES_MAX + 2 * REQUESTS_PER_CLIENT_MAX  # final replies waiting beside stream replies
+BURIED_MAX = 16_384  # routing ids of connections that ended, remembered for what of theirs is read late
 RECENT_MAX = REQUESTS_PER_CLIENT_MAX  # ended request ids remembered, so that a late cancel is no error
 
 
@@ -49,6 +50,7 @@ class Peer:
     outbox: deque[list[bytes]] = field(default_factory=deque)
     outbox_bytes: int = 0
     gone: bool = False  # nothing is sent to it any more
+    buried: bool = False  # it has vanished: nothing of it is heard any more
 
     def __post_init__(self) -> None:
         self.call_itself(self.app or DEFAULT_APP)
@@ -68,7 +70,7 @@ class Peer:
 
     @property
     def deaf(self) -> bool:
-        return len(self.outbox) >= FINALS_MAX or self.outbox_bytes >= 2 * OUTBOX_BYTES_MAX
+        return self.buried or len(self.outbox) >= FINALS_MAX or self.outbox_bytes >= 2 * OUTBOX_BYTES_MAX
 
 
 class Peers:
@@ -85,6 +87,7 @@ class Peers:
         self._on_gone, self._on_waiting = on_gone, on_waiting
         self._peers: dict[bytes, Peer] = {}
         self._waiting: dict[Peer, None] = {}  # with something in the outbox, in the order they came to it
+        self._buried: dict[bytes, None] = {}  # in the order they were
         self._leaving: list[Peer] = []  # connection closed, but messages of theirs may still be unread
 
     def __len__(self) -> int:
@@ -98,11 +101,19 @@ class Peers:
         return bool(self._waiting)
 
     def of(self, routing_id: bytes, descriptor: int, guest: Guest | None = None) -> tuple[Peer, bool]:
-        """The connection a message came by, and whether it is a new one."""
+        """The connection a message came by, and whether it is a new one.
+
+        One that ended stays who it was, though more of its messages are read: taken for a new one, it would
+        own by another name what they make.
+        """
+        if routing_id in self._buried:
+            return Peer(routing_id, descriptor, guest, gone=True, buried=True), False
         peer = self._peers.get(routing_id)
-        if peer is not None and not peer.gone and (peer.descriptor, peer.guest) == (descriptor, guest):
-            return peer, False
-        if peer is not None:  # a client that chose its routing id has connected anew
+        if peer is not None:
+            same = (peer.descriptor, peer.guest) == (descriptor, guest)
+            if same and not (peer.gone and peer.name_chosen):
+                return peer, False
+            # A client that chose its routing id has connected anew.
             self._leaving.append(peer)
             self.bury()
         peer = self._peers[routing_id] = Peer(routing_id, descriptor, guest)
@@ -159,7 +170,14 @@ class Peers:
             if self._peers.get(peer.routing_id) is peer:
                 del self._peers[peer.routing_id]
                 self._drop_outbox(peer)
+                if not peer.name_chosen:
+                    self._remember(peer)
                 self._on_gone(peer)
+
+    def _remember(self, peer: Peer) -> None:
+        self._buried[peer.routing_id] = None
+        if len(self._buried) > BURIED_MAX:
+            del self._buried[next(iter(self._buried))]
 
     def _unreachable(self, peer: Peer) -> None:
         # Found out in the middle of a reply, when nobody expects requests to end: they do in `bury`.

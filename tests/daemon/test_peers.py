@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stateroom.client.limits import OUTBOX_MESSAGES_MAX
-from stateroom.daemon.peers import FINALS_MAX, Delivery, Peer, Peers
+from stateroom.daemon.peers import BURIED_MAX, FINALS_MAX, OWN_NAME, Delivery, Peer, Peers
 
 
 class Wire:
@@ -89,6 +89,34 @@ def test_a_client_that_is_gone_is_told_of_once_and_forgotten() -> None:
     assert wire.sent == []
     assert len(wire.peers) == 0
     assert wire.peers.of(b"a", 8)[1]  # another connection, though of the same name
+
+
+def test_what_is_read_of_a_connection_after_its_end_is_no_new_clients() -> None:
+    wire = Wire()
+    peer, _ = wire.peers.of(OWN_NAME + b"abcd", 7)
+    peer.call_itself("secretive")
+    wire.gone.add(peer.routing_id)
+    wire.peers.send(peer, [b"0"], final=True)  # found out in the middle of a burst
+    assert peer.gone
+    assert wire.peers.of(peer.routing_id, 7) == (peer, False)  # it asked for this before it left
+    assert not peer.deaf
+    wire.peers.bury()
+    late, new = wire.peers.of(peer.routing_id, 7)
+    assert not new
+    assert late.deaf
+    wire.peers.bury()
+    assert wire.vanished == [peer]
+    assert len(wire.peers) == 0
+
+
+def test_the_connections_that_are_remembered_are_counted() -> None:
+    wire = Wire()
+    for number in range(BURIED_MAX + 1):
+        wire.peers.of(OWN_NAME + b"%d" % number, 7)
+        wire.peers.lost(7)
+        wire.peers.bury()
+    assert wire.peers.of(OWN_NAME + b"1", 7)[0].deaf
+    assert wire.peers.of(OWN_NAME + b"0", 7)[1]
 
 
 def test_a_client_that_chose_its_name_and_connects_anew_is_another_connection() -> None:

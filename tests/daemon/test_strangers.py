@@ -153,6 +153,20 @@ def test_a_request_of_another_is_as_none(rig: Rig, stranger: Bare) -> None:
     assert owner.ask("cancel", request=running)["cancelled"]
 
 
+def test_what_a_client_asked_for_before_it_left_is_never_anothers(rig: Rig) -> None:
+    """Its last requests are read when the connection is gone, some a burst later: whose they are stays."""
+    other = rig.client()  # says nothing of who it is
+    for _ in range(10):
+        leaving = rig.client("secretive")
+        for _ in range(150):
+            leaving.send("open", tokens=[1, 2, 3])
+        leaving.close()
+        assert other.ask("list")["sessions"] == []
+    rig.until(lambda broker: len(broker.peers) == 1, 30)
+    assert {session.owner for session in rig.look(lambda broker: list(broker.catalog))} <= {"secretive"}
+    rig.until(lambda broker: len(broker.tickets) == 0)
+
+
 def test_names_of_others_are_free(rig: Rig, stranger: Bare) -> None:
     """`exists` is said of own names only."""
     owner = rig.client("owner")
