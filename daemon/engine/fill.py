@@ -90,6 +90,7 @@ class Fill:
             return
         session = self.session
         del session.tokens[max(self.change.keep, session.stored + 1) :]
+        session.snapshot_length = min(session.snapshot_length, session.length)
         session.chat = chat_within(session.chat, session.length)
         if self.chat and session.length > self.change.keep:
             session.chat = [*session.chat, ChatTurn([], session.length, self.change.keep)]

@@ -14,6 +14,7 @@ from stateroom.client.errors import Capacity
 from stateroom.daemon.engine.disk import InUse
 from stateroom.daemon.engine.model import LoadedModel
 from stateroom.daemon.link import Kept
+from stateroom.daemon.scheduler.pace import Pace
 
 PROMPT = [(13 * k) % 200 for k in range(120)]
 
@@ -116,6 +117,34 @@ def test_one_that_is_parked_while_it_is_written_is_there_once(bench: Bench) -> N
     bench.call(p.Close(session=session))
     bench.idle()
     assert not disk.library.entries
+
+
+def test_what_a_cancel_took_back_is_on_disk_no_longer(loaded: LoadedModel, tmp_path: Path) -> None:
+    """It was written while the session was trimmed and given the same tokens again, but for the last ones."""
+    bench = Bench(loaded, folder=tmp_path, pace=Pace(idle_ms=1.0))
+    session, disk = bench.open(PROMPT), bench.engine.disk
+    assert disk is not None
+    go = threading.Event()
+    disk.files.ask(go.wait, lambda _: None)
+    disk.keep(bench.session(session), lambda _: None)
+    while not disk._writing:
+        bench.engine.step()
+    bench.call(p.Trim(session=session, to=10))
+    rid = bench.start(p.Prefill(session=session, tokens=PROMPT[10:]))
+    while bench.session(session).stored < 12:
+        bench.engine.step()
+    go.set()
+    while disk._writing:
+        assert disk.files.wait(20.0)
+        disk.files.turn()
+    bench.cancel(rid)
+    bench.finish(rid)
+    held = bench.session(session)
+    assert held.snapshot is not None
+    assert held.snapshot_length == held.length < len(PROMPT)
+    assert isinstance(bench.call(p.Park(session=session)), p.ParkResult)
+    assert [kept.length for kept in bench.shelved.values()] == [held.length]
+    bench.check_law(session)
 
 
 def test_the_oldest_goes_when_there_is_no_room(loaded: LoadedModel, tmp_path: Path) -> None:
