@@ -141,8 +141,11 @@ class Snapshots:
 
     # ------------------------------------------------------------ what workers tell
 
-    def kept(self, model: str, told: Kept) -> bool:
-        """A snapshot is on disk. False: nobody wants it, and it is to be discarded."""
+    def kept(self, model: str, told: Kept, new: bool = True) -> bool:
+        """A snapshot is on disk. False: nobody wants it, and it is to be discarded.
+
+        `new`: it was just written, whatever the clock says; else it was found beside others.
+        """
         row = _row(model, told)
         before = self._rows.get(told.id)
         if before is not None:
@@ -151,7 +154,7 @@ class Snapshots:
             return False
         other = self._rows.get(self._rival(row) or "")
         if other is not None:
-            if other.created_ms > row.created_ms:
+            if not new and other.created_ms > row.created_ms:
                 return False
             self._replaced(other, row)
         self._want(row)
@@ -178,7 +181,7 @@ class Snapshots:
             if row.model == model and row.id not in there:
                 self.gone(row.id)
         for each in sorted(told.values(), key=lambda each: each.created_ms):
-            self.kept(model, each)
+            self.kept(model, each, new=False)
         unwanted = [known for known in there if self._unwanted(known, known in told)]
         if unwanted:
             self.discard(model, sorted(unwanted))

@@ -823,6 +823,21 @@ def test_names_are_reserved_counted_and_let_go() -> None:
     snapshots.reserve("one", "a", replace=True)  # not one more
 
 
+def test_what_arrives_replaces_though_the_clock_was_set_back() -> None:
+    """Its library has removed the other one already. At a start, when both are there, the newer one stays."""
+    discarded: list[str] = []
+    snapshots = Snapshots(
+        Pending(), lambda: 0, lambda session: True, lambda model, ids: discarded.extend(ids)
+    )
+    before, after = (Kept(f"{n:032x}", "one", "s", "a", 1, 1, created_ms=9 - n) for n in range(2))
+    assert snapshots.kept("m", before)
+    assert snapshots.kept("m", after)
+    assert snapshots.find("one", "a").id == after.id
+    assert discarded == [before.id]
+    snapshots.reconcile("m", [after, before], [])
+    assert snapshots.find("one", "a").id == before.id
+
+
 def test_one_of_another_model_takes_the_name_over() -> None:
     """Its worker can't remove the one that it replaces."""
     told: list[tuple[str, list[str]]] = []
