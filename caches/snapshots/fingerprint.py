@@ -6,6 +6,7 @@ what is in its files, never by its name or path.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -107,8 +108,12 @@ class Digests:
         there = {known: told for known, told in self._known.items() if Path(known).exists()}
         self._known = there | {path: entry}
         if self._file is not None:
-            durable.make_folder(self._file.parent)
-            staged = self._file.with_name(f"{self._file.name}.new-{os.getpid()}")
-            durable.remove(staged)
-            durable.write(staged, [json.dumps(self._known).encode()])
-            durable.move(staged, self._file)
+            with contextlib.suppress(OSError):  # such as a full disk: then the files are read once more
+                self._write(self._file)
+
+    def _write(self, file: Path) -> None:
+        durable.make_folder(file.parent)
+        staged = file.with_name(f"{file.name}.new-{os.getpid()}")
+        durable.remove(staged)
+        durable.write(staged, [json.dumps(self._known).encode()])
+        durable.move(staged, file)

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from tests.caches.models import tiny
 
+from stateroom.caches.snapshots import durable
 from stateroom.caches.snapshots.fingerprint import Digests, of_config, of_path
 from stateroom.caches.snapshots.weights import of_model
 
@@ -126,6 +127,18 @@ def test_what_cannot_be_remembered_is_read_again(folder: Path, tmp_path: Path, c
     else:
         kept.write_bytes(content)
     assert Digests(kept).of(file) == Digests().of(file) == Digests(kept).of(file)
+
+
+def test_a_full_disk_keeps_no_model_from_being_known(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    file = folder / "model-1.safetensors"
+    monkeypatch.setattr(durable, "write", write)
+    digests = Digests(tmp_path / "digests.json")
+    assert digests.of(file) == Digests().of(file) == digests.of(file)
 
 
 def test_configurations_are_compared_by_what_layers_read() -> None:
