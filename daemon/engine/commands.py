@@ -68,6 +68,7 @@ class Commands:
         """
         if isinstance(message, CancelCommand):
             self.engine.cancel(message.rid)
+            self.snapshots.cancel(message.rid)
         elif isinstance(message, Budget):
             self.engine.ladder.limit(message.nbytes, message.most)
         elif isinstance(message, Discard):

@@ -37,6 +37,7 @@ class Snapshots:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._open: set[int] = set()  # rids that wait for the disk, and have no session yet
+        self._cancelled: set[int] = set()  # of those
 
     def _disk(self) -> Disk:
         if self._engine.disk is None:
@@ -52,6 +53,11 @@ class Snapshots:
         for rid in [*waiting, *self._open]:
             self._engine.fail(rid, error)
         self._open.clear()
+
+    def cancel(self, rid: int) -> None:
+        """Of a restore that has yet to begin; an import is done to its end."""
+        if rid in self._open:
+            self._cancelled.add(rid)
 
     def discard(self, message: Discard) -> None:
         if self._engine.disk is not None:
@@ -150,6 +156,8 @@ class Snapshots:
 
     def _begun(self, command: Command, request: p.Restore, found: Beginning | Exception) -> None:
         rid = command.rid
+        cancelled = rid in self._cancelled
+        self._cancelled.discard(rid)
         if rid not in self._open:
             return
         self._open.discard(rid)
@@ -157,6 +165,7 @@ class Snapshots:
             if isinstance(found, Exception):
                 raise found
             fill = self._fill(command, request, *found)
+            fill.cancelled = cancelled
         except Exception as error:
             self._engine.fail(rid, shelf.refusal(error))
         else:
@@ -219,6 +228,7 @@ class Snapshots:
         disk.change(read, partial(self._taken_in, command.rid, request))
 
     def _taken_in(self, rid: int, request: p.Import, kept: Kept | Exception) -> None:
+        self._cancelled.discard(rid)
         if rid not in self._open:
             return
         self._open.discard(rid)

@@ -142,6 +142,19 @@ def test_a_cancelled_restore_opens_an_empty_session(bench: Bench) -> None:
     bench.check_law(body.session)
 
 
+def test_a_restore_is_cancelled_before_anything_was_read(bench: Bench) -> None:
+    snapshot = saved(bench, bench.open(PROMPT))
+    gate = Gate(bench)
+    rid = bench.start(p.Restore(snapshot="mine"), snapshot=snapshot)
+    bench.engine.step()
+    bench.cancel(rid)
+    gate.open()
+    body = bench.finish(rid)
+    assert isinstance(body, p.OpenResult)
+    assert (body.finish, body.length) == ("cancelled", 0)
+    bench.check_law(body.session)
+
+
 def test_told_to_stop_everything_is_answered(bench: Bench, tmp_path: Path) -> None:
     """Also what the disk hasn't done; it answers nothing twice when it has."""
     sessions = [bench.open(text(n)) for n in range(1, 5)]
