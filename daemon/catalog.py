@@ -77,7 +77,10 @@ class Catalog:
         if session is None or session.owner != owner or session.published_as is not None:
             session = self._names.get((owner, reference))
         if session is None:
-            raise NotFound("You have no such session; `list` tells those you have.", field="session")
+            raise NotFound(
+                "You have no such session; `list` names those you have, as `stateroom ps` does.",
+                field="session",
+            )
         return session
 
     def add(

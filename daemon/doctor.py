@@ -40,6 +40,7 @@ PACKAGES = ("stateroom", "pyzmq", "msgpack", "mlx", "mlx-lm", "structlog", "pyda
 FACTS = ("architecture", "device", "dtype", "blas")  # of a worker, worth a line
 PROBE_S = 120.0  # mlx's first import on a cold disk
 HELLO_S = 3.0
+LAG_S = 5.0  # what is to be kept is on disk within 1 s
 SAMPLE = 3  # sessions that are verified
 VERIFY_S = 60.0  # for each of them: they give way to everything else
 DISK_BYTES_MIN = 2 * 2**30  # a small model with room to convert it
@@ -241,6 +242,8 @@ def daemon() -> Iterator[Check]:
         return
     yield passed("daemon", f"{hello.server} {hello.version} answers")
     yield memory(stats.gauges)
+    if "journal_pending" in stats.gauges:  # else it was told to keep nothing
+        yield journal(stats.gauges)
     for model in stats.models:
         finding = f"{model['id']} is {model['state']}"
         if model["failure"]:
@@ -262,6 +265,15 @@ def memory(gauges: dict[str, float]) -> Check:
     return Check("memory", "note", f"{finding}; the machine is short of memory", "Close other programs.")
 
 
+def journal(gauges: dict[str, float]) -> Check:
+    """Whether what clients were told is on disk, or waits for it."""
+    waiting, lag_s = int(gauges["journal_pending"]), gauges["journal_lag_s"]
+    if lag_s < LAG_S:
+        return passed("journal", "what clients were told is on disk")
+    finding = f"{waiting} of its records could not be written for {lag_s:.0f} s"
+    return problem("journal", finding, "See `stateroom logs`; if the disk is full, free some.")
+
+
 def sample(room: Room) -> Iterator[Check]:
     """Verifies some sessions, whosever they are: those that were verified longest ago."""
     found: list[VerifyResult] = []
@@ -279,4 +291,4 @@ def sample(room: Room) -> Iterator[Check]:
     if found and all(result.healthy for result in found):
         yield passed("sessions", f"{len(found)} computed again: the same as stored")
     elif not found:
-        yield passed("sessions", f"{resident} with KV on the device, none of them idle")
+        yield passed("sessions", f"{resident} have KV on the device{', all in use' if resident else ''}")

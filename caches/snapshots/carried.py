@@ -142,7 +142,7 @@ def _blocks(carried: BinaryIO, at: int, size: int) -> Iterator[Buffer]:
 
 def _manifest(carried: BinaryIO, file: str) -> Manifest:
     if carried.read(len(MAGIC)) != MAGIC:
-        raise Corrupt(file, "is no snapshot")
+        raise Corrupt(file, "isn't one that `export` wrote")
     size = int.from_bytes(carried.read(SIZE_BYTES), "little")
     if size > MANIFEST_BYTES_MAX:
         raise Corrupt(file, f"tells of a manifest of {size} bytes")

@@ -61,8 +61,10 @@ def run() -> int:
         return leaving.code if isinstance(leaving.code, int) else 0
     except Leave as leaving:
         return failed(leaving.message, leaving.code)
-    except (ClientError, StateroomError, ModelsError, OSError) as error:  # a full disk, say
+    except (ClientError, StateroomError, ModelsError) as error:
         return failed(str(error), FAILED)
+    except OSError as error:  # a full disk, say
+        return failed(in_words(error), FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
@@ -76,6 +78,12 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+def in_words(error: OSError) -> str:
+    """What the system says, and of which file."""
+    words = error.strerror or str(error)
+    return words if error.filename is None else f"{error.filename}: {words}"
 
 
 def failed(message: str, code: int) -> int:

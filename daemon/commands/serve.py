@@ -37,7 +37,10 @@ def serve(
         typer.Option(help="A second endpoint, tcp://HOST:PORT, for those with a key: see `stateroom keys`."),
     ] = None,
     insecure_loopback: Annotated[
-        bool, typer.Option(help="Serve tcp:// without keys, on this machine, to every user of it.")
+        bool,
+        typer.Option(
+            "--insecure-loopback", help="Serve tcp:// without keys, on this machine, to every user of it."
+        ),
     ] = False,
     home: Annotated[
         Path | None, typer.Option(help="Where models and sessions are kept", envvar="STATEROOM_HOME")
@@ -74,8 +77,8 @@ def serve(
     quota: Annotated[
         list[str] | None,
         typer.Option(
-            help="APP=sessions:N,bytes:8GiB,disk:8GiB,requests:N: the most that this app may have at once; "
-            "default=… for all that have none of their own."
+            help="APP=LIMITS, like sessions:9,bytes:8GiB (also disk:, requests:): the most that this app may "
+            "have at once; default=… for all that have none of their own."
         ),
     ] = None,
     gap_ms: Annotated[
@@ -97,7 +100,8 @@ def serve(
         ),
     ] = None,
     allow_any_model: Annotated[
-        bool, typer.Option(help="Let clients open any model by its path or Hugging Face id.")
+        bool,
+        typer.Option("--allow-any-model", help="Let clients open any model by its path or Hugging Face id."),
     ] = False,
     metrics_port: Annotated[
         int | None,
@@ -110,7 +114,7 @@ def serve(
     ),
     log_level: Annotated[LogLevel, typer.Option(help="The least that is logged.")] = "info",
     log_content: Annotated[
-        bool, typer.Option(help="Log prompts and answers too; by default they never are.")
+        bool, typer.Option("--log-content", help="Log prompts and answers too; by default they never are.")
     ] = False,
 ) -> None:
     """Run the daemon in the foreground, until Ctrl-C or `stateroom stop`."""

@@ -1,7 +1,7 @@
 """Runs the demo: a private daemon in a temporary directory, two client processes at once, a summary.
 
-Nothing of the user's own daemon is touched; the model comes from the usual place below the home. Whatever
-ends the demo, the processes it started end with it, by their ids.
+Nothing of the user's own daemon is touched, and it may run meanwhile; the model alone comes from the usual
+place. Whatever ends the demo, the processes it started end with it, by their ids.
 """
 
 from __future__ import annotations
@@ -83,9 +83,13 @@ def ended_with_us() -> Iterator[Processes]:
 
 
 def own_environment(folder: Path) -> dict[str, str]:
-    """The environment in which the daemon and its clients find each other and nobody else."""
+    """The environment in which the daemon and its clients find each other and nobody else.
+
+    The home is its own, too: sessions and the log of the user's daemon are in the usual one.
+    """
     runtime = folder / "run"
     return os.environ | {
+        "STATEROOM_HOME": str(folder / "home"),
         "STATEROOM_RUNTIME_DIR": str(runtime),
         "STATEROOM_ENDPOINT": f"ipc://{runtime}/stateroom.sock",
     }

@@ -56,7 +56,7 @@ def refusal(error: Exception) -> Exception:
     """What is answered for an error of snapshots; one that nobody expects stays as it is."""
     if isinstance(error, refusals.NoRoom):
         many = "" if error.count_max is None else f" There can be {error.count_max} of them."
-        short = f" {error.short_bytes} bytes are missing." if error.short_bytes else ""
+        short = f" {error.short_bytes / 2**20:.1f} MiB are missing." if error.short_bytes else ""
         return errors.Capacity(
             f"Snapshots may not take that much of the disk.{short}{many} Forget some.",
             needed_bytes=error.needed_bytes,
@@ -65,7 +65,7 @@ def refusal(error: Exception) -> Exception:
         )
     if isinstance(error, refusals.Corrupt):
         file = name_of(error)
-        return errors.Corrupt(f"The snapshot can't be read: its {file} {error.why}.", file=file)
+        return errors.Corrupt(f"The snapshot can't be read: {file} {error.why}.", file=file)
     if isinstance(error, refusals.Mismatch):
         return errors.Mismatch(
             f"The snapshot's {error.part} isn't that of the model here.",

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from stateroom.client.protocol import KindCaps, SessionInfo, SnapshotInfo, VerifyResult
+from stateroom.daemon.commands import in_words
 from stateroom.daemon.commands.ps import state, stored_as
 from stateroom.daemon.commands.sessions import verdict
 from stateroom.daemon.commands.snapshots import table
 from stateroom.daemon.commands.terminal import plain
-from stateroom.daemon.doctor import memory
+from stateroom.daemon.doctor import journal, memory
 
 
 @pytest.mark.parametrize(
@@ -72,3 +73,19 @@ def test_the_doctor_tells_of_memory() -> None:
     check = memory(gauges)
     assert (check.state, check.finding) == ("pass", "1.0 of 4.0 GiB of KV held, 3.0 granted to engines")
     assert memory(gauges | {"memory_pressure": 2}).state == "note"
+
+
+@pytest.mark.parametrize(("lag_s", "wanted"), [(0.0, "pass"), (1.5, "pass"), (20.0, "problem")])
+def test_the_doctor_tells_of_a_journal_that_is_behind(lag_s: float, wanted: str) -> None:
+    found = journal({"journal_pending": 3.0, "journal_lag_s": lag_s})
+    assert found.state == wanted
+    assert ("20 s" in found.finding) is (wanted == "problem")
+
+
+def test_what_the_system_says_of_a_file() -> None:
+    assert (
+        in_words(FileNotFoundError(2, "No such file or directory", "/nope"))
+        == "/nope: No such file or directory"
+    )
+    assert in_words(OSError(28, "No space left on device")) == "No space left on device"
+    assert in_words(OSError("of its own")) == "of its own"

@@ -29,7 +29,7 @@ def demo_env(tmp_path: Path) -> dict[str, str]:
 
 
 def test_the_demo_shows_reuse_and_leaves_nothing(demo_env: dict[str, str], tmp_path: Path) -> None:
-    before = {process.pid for process in psutil.process_iter()}
+    before, kept = {process.pid for process in psutil.process_iter()}, of_the_users_daemon()
     done = subprocess.run(COMMAND, env=demo_env, capture_output=True, text=True, timeout=DEMO_S)
     assert done.returncode == 0, done.stdout + done.stderr
     editor = [line for line in done.stdout.splitlines() if line.startswith("editor")]
@@ -40,6 +40,7 @@ def test_the_demo_shows_reuse_and_leaves_nothing(demo_env: dict[str, str], tmp_p
     assert sum("suggestion" in line for line in editor) == 8
     assert "of all prompt tokens were there already" in done.stdout
     assert list(tmp_path.iterdir()) == []
+    assert of_the_users_daemon() == kept
     assert not [process for process in of_the_demo() if process.pid not in before]
 
 
@@ -58,6 +59,12 @@ def test_an_interrupted_demo_stops_what_it_started(demo_env: dict[str, str], num
     gone, alive = psutil.wait_procs(started, timeout=LEAVE_S)
     assert not alive
     assert len(gone) >= 2
+
+
+def of_the_users_daemon() -> dict[Path, int]:
+    """When each file was written that a daemon of this home has: another one may be running there."""
+    there = [path for name in ("state", "logs") for path in (FOLDER.parent / name).rglob("*")]
+    return {path: path.stat().st_mtime_ns for path in there}
 
 
 def wait_for_workers(demo: subprocess.Popen[str]) -> list[psutil.Process]:
