@@ -63,6 +63,7 @@ class Outgoing:
     snapshot: str
     used_s: float
     file: Carried | None = None
+    asked: int = 0  # pieces that are not answered yet: the first waits for all to be checked
 
     def read(self, at: int) -> ExportResult:
         """On the thread."""
@@ -151,14 +152,18 @@ class Carriage:
             library = Reader(library_of(self._state_dir, row.model))
             self._outgoing[key] = Outgoing(library, row.id, self._clock())
         going = self._outgoing[key]
-        going.used_s = self._clock()
+        going.asked += 1
+
+        def over(last: bool) -> None:
+            going.asked, going.used_s = going.asked - 1, self._clock()
+            if last and self._outgoing.get(key) is going:
+                self._drop_outgoing(key)
 
         def then(result: ExportResult) -> None:
-            if result.next is None and self._outgoing.get(key) is going:
-                self._drop_outgoing(key)
+            over(result.next is None)
             self._reply(ticket, result)
 
-        self._on_thread(ticket, lambda: going.read(request.offset), then, lambda: self._drop_outgoing(key))
+        self._on_thread(ticket, lambda: going.read(request.offset), then, lambda: over(True))
 
     def _drop_outgoing(self, key: Key) -> None:
         going = self._outgoing.pop(key, None)
@@ -192,7 +197,7 @@ class Carriage:
 
         def written() -> bool:
             """Whether it is still wanted: its client may have gone meanwhile."""
-            piece.writing = False
+            piece.writing, piece.used_s = False, self._clock()
             if self._incoming.get(key) is not piece:
                 self._remove(piece)
             return self._incoming.get(key) is piece
@@ -343,7 +348,7 @@ class Carriage:
         before_s = self._clock() - IDLE_S
         for key in [k for k, each in self._incoming.items() if each.used_s < before_s and not each.writing]:
             self._drop_incoming(key)
-        for key in [key for key, each in self._outgoing.items() if each.used_s < before_s]:
+        for key in [k for k, each in self._outgoing.items() if each.used_s < before_s and not each.asked]:
             self._drop_outgoing(key)
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -573,6 +574,45 @@ def test_what_is_not_gone_on_with_is_dropped(again: Again, state: Path) -> None:
     assert client.ask("import", snapshot="idle", total=100, data=b"x")["received"] == 1
     rig.stop()
     assert not (state / "incoming").exists() or not incoming(state)
+
+
+def test_the_minute_begins_with_the_answer(again: Again, state: Path) -> None:
+    """A large file may take longer than that to check, or a piece wait behind another's check."""
+    file, now_s = written(state), [0.0]
+    rig = again()
+    rig.until(ready)
+    client = rig.client()
+
+    def behind_a_long_check(broker: Broker) -> Event:
+        assert broker.carriage is not None
+        go_on = Event()
+        broker.carriage._clock = lambda: now_s[0]
+        broker.carriage._thread.submit(go_on.wait, 30)
+        return go_on
+
+    def expire(broker: Broker) -> None:
+        assert broker.carriage is not None
+        broker.carriage.expire()
+
+    go_on = rig.look(behind_a_long_check)
+    leaves = client.send("export", snapshot="large")
+    comes = client.send("import", snapshot="new", total=len(file), data=file[:10])
+    client.ask("hello")  # both were read
+    now_s[0] = 61.0
+    rig.look(expire)
+    go_on.set()
+    content = client.final(leaves)["data"]
+    assert client.final(comes)["received"] == 10
+    assert client.ask("forget", snapshot="large")["kind"] == "result"
+    now_s[0] = 120.0
+    rig.look(expire)
+    while len(content) < len(file):
+        reply = client.ask("export", snapshot="large", offset=len(content))
+        assert reply["kind"] == "result", reply
+        content += reply["data"]
+    assert content == file
+    reply = client.ask("import", snapshot="new", total=len(file), offset=10, data=file[10:])
+    assert reply["snapshot"]["snapshot"] == "new"
 
 
 def test_a_worker_that_dies_under_an_import(again: Again, state: Path) -> None:
