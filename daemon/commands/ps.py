@@ -79,10 +79,23 @@ def stats(as_json: AsJson = False, endpoint: Endpoint = None) -> None:
     for name, count in sorted(result.counters.items()):
         made.add_row(name, f"{count:,}")
     for name, gauge in sorted(result.gauges.items()):
-        made.add_row(name, size(gauge) if name.endswith("_bytes") else f"{gauge:,.6g}")
+        made.add_row(name, figure(name, gauge))
     out.print(made)
     for model in result.models:
         out.print(f"\n[bold]{escape(model['id'])}[/bold] is {model['state']}")
         told = {**model, **model.get("facts", {}), **model.get("gauges", {})}
-        parts = (f"{name} {value}" for name, value in told.items() if isinstance(value, str | int | float))
-        out.print(", ".join(part for part in parts if not part.startswith(("id ", "state "))), markup=False)
+        parts = (
+            f"{name} {figure(name, value)}" for name, value in told.items() if name not in ("id", "state")
+        )
+        out.print(", ".join(part for part in parts if not part.endswith(" ")), markup=False)
+
+
+def figure(name: str, value: object) -> str:
+    """A fact or a gauge as people read it; nothing for what is none."""
+    if isinstance(value, str | bool) or name == "pid":
+        return str(value)
+    if not isinstance(value, int | float):
+        return ""
+    if name.endswith("_bytes"):
+        return size(value)
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.6g}"

@@ -8,7 +8,7 @@ import pytest
 
 from stateroom.client.protocol import KindCaps, SessionInfo, SnapshotInfo, VerifyResult
 from stateroom.daemon.commands import in_words
-from stateroom.daemon.commands.ps import state, stored_as
+from stateroom.daemon.commands.ps import figure, state, stored_as
 from stateroom.daemon.commands.sessions import verdict
 from stateroom.daemon.commands.snapshots import table
 from stateroom.daemon.commands.terminal import plain
@@ -89,3 +89,19 @@ def test_what_the_system_says_of_a_file() -> None:
     )
     assert in_words(OSError(28, "No space left on device")) == "No space left on device"
     assert in_words(OSError("of its own")) == "of its own"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("kv_bytes", 23_592_960, "22.5 MiB"),
+        ("parameters", 134_515_008, "134,515,008"),
+        ("pid", 32067, "32067"),
+        ("step_ms", 106.609, "106.609"),
+        ("blas_switched", True, "True"),
+        ("failure", None, ""),
+        ("gauges", {}, ""),
+    ],
+)
+def test_a_figure_of_stats(name: str, value: object, words: str) -> None:
+    assert figure(name, value) == words
