@@ -4,8 +4,8 @@ A request that is refused by the budget is held, not answered, where room can be
 of idle sessions give way at once (`memory.py`), then whole sessions, the least recently used first, from the
 device to disk, or to their tokens where there is no disk, none to spare, or too little to be worth a read.
 Then the request is taken again from its start. Nothing in use is touched: where running requests have the
-room, it waits for one of them to end, or for a larger budget. Every wait ends after `ROOM_WAIT_S`, with
-`capacity` and the figures.
+room, it waits for one of them to end, or for a larger budget. Every wait ends, with `capacity` and the
+figures: after `ROOM_WAIT_S` in which nobody gave way, after `ROOM_WAIT_MOST_S` whatever happens.
 
 Those that wait are looked at in the order in which they came, whenever something has changed. One that fits
 may overtake another that still doesn't.
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 HELD_MAX = 256  # requests that wait for room; more are refused
 ROOM_WAIT_S = 10.0  # without anybody having given way, until a request that waits is refused
+ROOM_WAIT_MOST_S = 60.0  # though others give way, for whoever overtakes it
 KEEPS_AT_ONCE = 2  # sessions on their way to disk: one is copied from the device while another is written
 KEEP_MIN = 64  # tokens; fewer are computed again sooner than they are read
 
@@ -149,7 +150,8 @@ class Ladder:
             self._seen = (self._engine.memory.free_bytes, tuple(self._engine.requests))
         now_ms = self._engine.clock_ms()
         for held in list(self._held.values()):
-            if now_ms - max(held.since_ms, self._progress_ms) >= ROOM_WAIT_S * 1000.0:
+            waited_ms = now_ms - max(held.since_ms, self._progress_ms)
+            if waited_ms >= ROOM_WAIT_S * 1000.0 or now_ms - held.since_ms >= ROOM_WAIT_MOST_S * 1000.0:
                 self._refuse(held)
 
     def _fulfil(self) -> None:

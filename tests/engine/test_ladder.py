@@ -338,6 +338,20 @@ def test_a_wait_has_an_end(full: tuple[Bench, int, str], monkeypatch: pytest.Mon
     assert len(bench.engine.sessions) == 2
 
 
+def test_a_wait_has_an_end_though_others_give_way_all_the_time(
+    full: tuple[Bench, int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, stream, _ = full
+    monkeypatch.setattr(ladder, "ROOM_WAIT_MOST_S", 0.05)
+    rid = bench.start(p.Open(tokens=tokens_of(400, 5)))
+    while (refused := bench.final(rid)) is None:
+        bench.engine.ladder._progress_ms = bench.engine.clock_ms()  # for somebody who overtakes it
+        bench.turn()
+    assert isinstance(refused, p.ErrorBody)
+    assert refused.code == "capacity"
+    assert bench.final(stream) is None
+
+
 def test_who_waits_in_vain_with_a_change_carried_out_tells_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
