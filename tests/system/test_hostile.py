@@ -32,7 +32,7 @@ BURST = 400  # messages on their way at once, over all connections; fewer than t
 REQ_EVERY = 40  # one message in so many goes through a REQ
 WARM_BURSTS = 8  # after these, memory has to stay
 BROKER_BYTES_MAX = 8 * 2**20  # by which the peak of the last third may lie above that of the third before
-WORKER_BYTES_MAX = 32 * 2**20  # some frames are right after all, and prefill thousands of tokens
+WORKER_BYTES_MAX = 48 * 2**20  # some frames are right after all, and prefill or save thousands of tokens
 WITNESS_LOOPS_MIN = 20
 GREEDY = 6  # tokens that the witness draws at a time
 
