@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import mlx.core as mx
@@ -39,12 +40,13 @@ def forked(bench: Bench, trunk: str, owner: str, n: int = 1) -> list[str]:
 def test_publishing_and_forking_copy_nothing(loaded: LoadedModel) -> None:
     bench = Bench(loaded)
     session = bench.open(tokens_of(LONG))
+    gc.collect()  # what other engines left
     held, at = bench.engine.kv_bytes, mx.get_active_memory()
     body = published(bench, session)
     assert (body.length, body.copied_bytes, body.shared_bytes) == (LONG, 0, held)
     children = [*forked(bench, body.trunk, "a", 2), *forked(bench, body.trunk, "b")]
     assert bench.engine.kv_bytes == held
-    assert mx.get_active_memory() == at
+    assert mx.get_active_memory() <= at
     bench.decode(session, 20, ignore_eos=True)
     bench.call(p.Trim(session=session, to=100))
     for child in children:

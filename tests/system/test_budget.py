@@ -91,7 +91,8 @@ def test_two_models_share_one_budget_and_every_session_comes_back_exact(
         assert found.max_abs_logit_error <= 1e-4 * found.max_abs_logit
         assert drawn(session) == tokens
     for each in room.stats().models:
-        assert each["gauges"]["kv_bytes"] <= each["gauges"]["kv_budget_bytes"] < budget
+        # All of it where the other one holds nothing any more.
+        assert each["gauges"]["kv_bytes"] <= each["gauges"]["kv_budget_bytes"] <= budget
         assert (each["deaths"], each["gauges"]["unconserved"]) == (0, 0)
 
 

@@ -168,8 +168,10 @@ def test_churn_while_workers_die(
         f"{killed} workers killed under {loops} operations, {lost} lost; {checked} sessions as they should be"
     )
     assert killed >= 3
-    assert lost >= 1
-    gauges = room.stats().gauges
+    stats = room.stats()
+    # What ran goes on with the next worker; a request is lost only where that keeps being killed, too.
+    assert stats.counters["requests_resumed"] >= 1
+    gauges = stats.gauges
     assert (gauges["running"], gauges["queued"]) == (0, 0)
 
 
