@@ -1,4 +1,7 @@
-"""Several clients open, fork, decode, trim, sync and close for a while: nothing grows."""
+"""Several clients open, fork, decode, trim, sync and close for a while: nothing grows.
+
+Longer, and by more of them: `STATEROOM_SOAK_S=300 STATEROOM_SOAK_CLIENTS=64`.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,21 @@ from tests.system.footprint import Footprint, broker_and_worker, growth, mib, se
 from stateroom.client import Room, Session
 from stateroom.client.errors import EngineLost
 
-pytestmark = pytest.mark.system
-
-SOAK_S = 30.0
-WARM_S = 12.0  # until caches, pools and buffers have their size
+SOAK_S = float(os.environ.get("STATEROOM_SOAK_S", "30"))
+SOAK_CLIENTS = int(os.environ.get("STATEROOM_SOAK_CLIENTS", "4"))
+WARM_S = 0.4 * SOAK_S  # until caches, pools and buffers have their size
 CLIENTS = 4
 SEED = 51
 SESSIONS_MAX = 6  # of one client
 BROKER_BYTES_MAX = 4 * 2**20  # by which it may grow after it is warm
 WORKER_BYTES_MAX = 24 * 2**20
-LOOPS_MIN = 40  # of each client
+LOOPS_MIN = 160 // SOAK_CLIENTS  # of each client
 CRASHES_S = 12.0
 DEATHS_MAX = 4  # more of them in so short a time, and requests are refused until a pause is over
 PAUSES_S = (0.3, 3.0)  # between two deaths
 GREEDY = 6
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(max(300, 3 * SOAK_S))]
 
 
 @dataclass
@@ -101,7 +105,7 @@ def test_churn_leaves_nothing_behind(tiny_daemon: RunningDaemon, connect_to: Con
     began = time.monotonic()
     clients = [
         Churn(connect_to(tiny_daemon, f"churn-{i}"), random.Random(SEED + i), began + SOAK_S)
-        for i in range(CLIENTS)
+        for i in range(SOAK_CLIENTS)
     ]
     threads = [threading.Thread(target=client.run, daemon=True) for client in clients]
     for thread in threads:
@@ -121,7 +125,7 @@ def test_churn_leaves_nothing_behind(tiny_daemon: RunningDaemon, connect_to: Con
     for name, i, bound in (("broker", 0, BROKER_BYTES_MAX), ("worker", 1, WORKER_BYTES_MAX)):
         flat([one[i] for one in seen], warm, name, bound, tell)
     drawn = watcher.stats().counters["tokens_decoded"]
-    tell(f"{sum(loops)} operations by {CLIENTS} clients, {drawn} tokens decoded")
+    tell(f"{sum(loops)} operations by {SOAK_CLIENTS} clients, {drawn} tokens decoded")
 
 
 def flat(seen: list[Footprint], warm: int, name: str, bound: int, tell: Tell) -> None:
