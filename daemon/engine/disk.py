@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from stateroom.caches.snapshots.content import Material
-from stateroom.caches.snapshots.library import Entry, Library
+from stateroom.caches.snapshots.library import Library
 from stateroom.caches.snapshots.manifest import About, Manifest, checksum
 from stateroom.caches.snapshots.materialise import materialising
 from stateroom.caches.snapshots.refusals import Corrupt, Missing, RunGone
@@ -25,6 +25,7 @@ from stateroom.caches.snapshots.trunks import Trunks
 from stateroom.daemon.engine import shelf
 from stateroom.daemon.engine.fetching import Fetching
 from stateroom.daemon.engine.files import Files
+from stateroom.daemon.engine.kept import kept_of
 from stateroom.daemon.engine.session import Session, common_prefix
 from stateroom.daemon.link import Journals, Kept, Shelved
 
@@ -350,17 +351,3 @@ class Disk:
         news = [each for each in sessions if each not in running]
         if news:
             self._engine.emit(Journals([self._engine.journal(each, each.length) for each in news]))
-
-
-def kept_of(entry: Entry) -> Kept:
-    """As the broker knows it."""
-    about = entry.about
-    return Kept(
-        entry.id,
-        about.owner,
-        about.session or "",
-        about.name,
-        entry.length,
-        entry.nbytes,
-        about.created_ms,
-    )

@@ -13,8 +13,9 @@ from stateroom.caches.snapshots.library import Library
 from stateroom.caches.snapshots.limits import BYTES_MAX, Limits, floor_of
 from stateroom.caches.snapshots.places import library_of
 from stateroom.caches.snapshots.refusals import InUse
-from stateroom.daemon.engine.disk import Disk, kept_of
+from stateroom.daemon.engine.disk import Disk
 from stateroom.daemon.engine.files import Files
+from stateroom.daemon.engine.kept import kept_of
 from stateroom.daemon.link import Kept
 
 if TYPE_CHECKING:

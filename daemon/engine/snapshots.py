@@ -20,8 +20,9 @@ from stateroom.caches.snapshots.reading import check_fingerprint
 from stateroom.client import protocol as p
 from stateroom.client.errors import Exists, Invalid, ShuttingDown, StateroomError, Unsupported
 from stateroom.daemon.engine import inputs, shelf
-from stateroom.daemon.engine.disk import Disk, Shelving, Written, kept_of
+from stateroom.daemon.engine.disk import Disk, Shelving, Written
 from stateroom.daemon.engine.fill import Fill
+from stateroom.daemon.engine.kept import kept_of
 from stateroom.daemon.engine.session import Session, plan
 from stateroom.daemon.link import Command, Discard, Kept
 

@@ -14,6 +14,7 @@ from tests.daemon.rig import Rig
 from stateroom.daemon.config import ModelSpec
 
 StartBroker = Callable[..., Rig]
+Again = Callable[..., Rig]
 
 
 @pytest.fixture
@@ -39,3 +40,24 @@ def start_broker() -> Iterator[StartBroker]:
 @pytest.fixture
 def rig(start_broker: StartBroker) -> Rig:
     return start_broker()
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    made = tmp_path / "state"
+    made.mkdir(mode=0o700)
+    return made
+
+
+@pytest.fixture
+def again(start_broker: StartBroker, state: Path) -> Again:
+    """Stops the broker that runs, if one does, and starts another over the same state."""
+    running: list[Rig] = []
+
+    def start(script: str = "step_s=0.001", **options: Any) -> Rig:
+        for rig in running:
+            rig.stop()
+        running.append(start_broker(script, state_dir=state, **options))
+        return running[-1]
+
+    return start

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from stateroom.caches.snapshots import carried
 from stateroom.caches.snapshots.content import Material
-from stateroom.caches.snapshots.library import Entry, Library
+from stateroom.caches.snapshots.library import Library
 from stateroom.caches.snapshots.manifest import About
 from stateroom.caches.snapshots.places import library_of
 from stateroom.caches.snapshots.refusals import Missing
+from stateroom.daemon.engine.kept import kept_of
 from stateroom.daemon.link import Kept
 
 FINGERPRINT = {"weights": "scripted"}
@@ -52,16 +53,3 @@ class Disk:
                 self.library.remove(snapshot)
             except Missing:
                 continue
-
-
-def kept_of(entry: Entry) -> Kept:
-    about = entry.about
-    return Kept(
-        entry.id,
-        about.owner,
-        about.session or "",
-        about.name,
-        entry.length,
-        entry.nbytes,
-        about.created_ms,
-    )

@@ -11,14 +11,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
-from tests.daemon.conftest import StartBroker
-from tests.daemon.rig import Raw, Rig
+from tests.daemon.conftest import Again, StartBroker
+from tests.daemon.rig import Raw
 from tests.daemon.scripted_worker import STRANGE
 
 from stateroom.daemon.exits import DAMAGED, FORBIDDEN, OK, RUNNING
@@ -30,29 +30,6 @@ RUN_DAEMON = Path(__file__).with_name("run_daemon.py")
 ROOT = Path(__file__).parent.parent.parent
 KILLS = int(os.environ.get("STATEROOM_KILLS", "8"))
 STREAMS = 4
-
-Again = Callable[..., Rig]
-
-
-@pytest.fixture
-def state(tmp_path: Path) -> Path:
-    made = tmp_path / "state"
-    made.mkdir(mode=0o700)
-    return made
-
-
-@pytest.fixture
-def again(start_broker: StartBroker, state: Path) -> Again:
-    """Stops the broker that runs, if one does, and starts another over the same state."""
-    running: list[Rig] = []
-
-    def start(script: str = "step_s=0.001", **options: Any) -> Rig:
-        for rig in running:
-            rig.stop()
-        running.append(start_broker(script, state_dir=state, **options))
-        return running[-1]
-
-    return start
 
 
 def shown(client: Raw) -> list[dict[str, Any]]:

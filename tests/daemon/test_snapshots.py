@@ -8,7 +8,6 @@ import random
 import shutil
 import signal
 from array import array
-from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from threading import Event
@@ -18,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.caches.snapshots.material import material, run
-from tests.daemon.conftest import StartBroker
+from tests.daemon.conftest import Again, StartBroker
 from tests.daemon.rig import Raw, Rig
 
 from stateroom.caches.snapshots import carried
@@ -38,29 +37,7 @@ from stateroom.daemon.snapshots import Snapshots
 from stateroom.daemon.store.pending import Message, Pending
 from stateroom.daemon.store.rows import SnapshotRow
 
-Again = Callable[..., Rig]
 SLOW = "save_s=0.5"
-
-
-@pytest.fixture
-def state(tmp_path: Path) -> Path:
-    made = tmp_path / "state"
-    made.mkdir(mode=0o700)
-    return made
-
-
-@pytest.fixture
-def again(start_broker: StartBroker, state: Path) -> Again:
-    """Stops the broker that runs, if one does, and starts another over the same state."""
-    running: list[Rig] = []
-
-    def start(script: str = "step_s=0.001", **options: Any) -> Rig:
-        for rig in running:
-            rig.stop()
-        running.append(start_broker(script, state_dir=state, **options))
-        return running[-1]
-
-    return start
 
 
 def saved(client: Raw, session: str, name: str, **options: Any) -> dict[str, Any]:

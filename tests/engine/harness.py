@@ -19,9 +19,10 @@ from stateroom.caches.snapshots.library import Library
 from stateroom.caches.snapshots.limits import Limits
 from stateroom.client import protocol as p
 from stateroom.daemon.engine.commands import Commands
-from stateroom.daemon.engine.disk import Disk, kept_of
+from stateroom.daemon.engine.disk import Disk
 from stateroom.daemon.engine.engine import Engine
 from stateroom.daemon.engine.files import Files
+from stateroom.daemon.engine.kept import kept_of
 from stateroom.daemon.engine.model import LoadedModel
 from stateroom.daemon.engine.session import Session
 from stateroom.daemon.link import (

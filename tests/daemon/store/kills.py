@@ -6,13 +6,12 @@ It forks, which is why it is a program of its own: nothing here has started a th
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from tests.daemon.store.dying import steps_told
 from tests.daemon.store.messages import World, assert_same
 
 from stateroom.daemon.store.pending import Pending
@@ -27,31 +26,23 @@ def run(world: World, drawn: random.Random, pending: Pending) -> None:
         world.step(drawn, pending)
 
 
+def _work(file: Path, world: World, attempt: int) -> Iterator[None]:
+    store, pending, theirs = Store(file), Pending(), random.Random(attempt)
+    assert_same(store.loaded, world)
+    yield
+    while True:
+        run(world, theirs, pending)
+        store.write(pending.take())
+        yield
+
+
 def main(file: Path, kills: int, seed: int) -> dict[str, int]:
     """What a flush acknowledged is there, or that and the next one; never anything in between."""
     drawn = random.Random(seed)
     world = World()
     seen = {"kills": 0, "flushes": 0, "ahead": 0}
     for attempt in range(kills):
-        out, into = os.pipe()
-        pid = os.fork()
-        if not pid:
-            store, pending, theirs = Store(file), Pending(), random.Random(attempt)
-            assert_same(store.loaded, world)
-            os.write(into, b".")
-            while True:
-                run(world, theirs, pending)
-                store.write(pending.take())
-                os.write(into, b".")
-        os.close(into)
-        assert os.read(out, 1) == b"."
-        time.sleep(drawn.random() * MOST_S)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        told = 0
-        while more := os.read(out, 4096):
-            told += len(more)
-        os.close(out)
+        told = steps_told(_work(file, world, attempt), drawn.random() * MOST_S)
         ours = random.Random(attempt)
         for _ in range(told):
             run(world, ours, Pending())

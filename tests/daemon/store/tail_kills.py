@@ -6,13 +6,12 @@ It forks, which is why it is a program of its own: nothing here has started a th
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from tests.daemon.store.dying import steps_told
 from tests.daemon.store.messages import World, assert_same
 
 from stateroom.daemon.store.pending import Pending
@@ -56,30 +55,22 @@ class Process:
         self.tail.close(remove=False)
 
 
+def _work(folder: Path, world: World, attempt: int) -> Iterator[None]:
+    process, theirs, when = Process(folder), random.Random(attempt), random.Random(-attempt)
+    yield
+    while True:
+        world.step(theirs, process.pending)
+        yield
+        if not when.randrange(FLUSH_EVERY):
+            process.flush(True)
+
+
 def main(folder: Path, kills: int, seed: int) -> dict[str, int]:
     """What was told is there, or that and the next message, which was told to nobody."""
     drawn, world = random.Random(seed), World()
     seen = {"kills": 0, "messages": 0, "ahead": 0, "from_tail": 0}
     for attempt in range(kills):
-        out, into = os.pipe()
-        pid = os.fork()
-        if not pid:
-            process, theirs, when = Process(folder), random.Random(attempt), random.Random(-attempt)
-            os.write(into, b".")
-            while True:
-                world.step(theirs, process.pending)
-                os.write(into, b".")
-                if not when.randrange(FLUSH_EVERY):
-                    process.flush(True)
-        os.close(into)
-        assert os.read(out, 1) == b"."
-        time.sleep(drawn.random() * MOST_S)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        told = 0
-        while more := os.read(out, 4096):
-            told += len(more)
-        os.close(out)
+        told = steps_told(_work(folder, world, attempt), drawn.random() * MOST_S)
         ours = random.Random(attempt)
         for _ in range(told):
             world.step(ours, Pending())
