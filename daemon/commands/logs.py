@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import time
-from collections import deque
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated
 
 import typer
 
 from stateroom.client.paths import home_dir
+from stateroom.daemon.commands.following import last_lines
 from stateroom.daemon.commands.terminal import out, plain
 from stateroom.daemon.exits import FAILED, Leave
 from stateroom.daemon.log_file import log_path
 
-POLL_S = 0.25
 LINES = 20
 FIRST = ("timestamp", "level", "event")  # what every line begins with
 COLOURS = {"warning": "yellow", "error": "red"}
@@ -33,37 +28,10 @@ def logs(
     """Show the end of the daemon's log. It holds no prompts and no answers."""
     path = log_path(home_dir())
     try:
-        with open(path, errors="replace") as file:
-            for line in deque(file, maxlen=lines):
-                _show(line, as_json)
-            for line in _coming(path, file) if follow else ():
-                _show(line, as_json)
+        for line in last_lines(path, lines, follow):
+            _show(line, as_json)
     except FileNotFoundError:
         raise Leave(FAILED, f"There is no log at {path}: no daemon has run here.") from None
-
-
-def _coming(path: Path, file: TextIO) -> Iterator[str]:
-    """Lines as they are written, also when the file has made room for the next one."""
-    begun = ""
-    while True:
-        piece = file.readline()
-        if piece.endswith("\n"):
-            yield begun + piece
-            begun = ""
-        elif piece:
-            begun += piece
-        elif _replaced(path, file):
-            file.close()
-            file = open(path, errors="replace")  # noqa: SIM115  (closed here, or by the process's end)
-        else:
-            time.sleep(POLL_S)
-
-
-def _replaced(path: Path, file: TextIO) -> bool:
-    try:
-        return os.stat(path).st_ino != os.fstat(file.fileno()).st_ino
-    except FileNotFoundError:
-        return False  # in the instant between two names
 
 
 def _show(line: str, as_json: bool) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,14 +10,14 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from stateroom.daemon.commands.following import last_lines
 from stateroom.daemon.commands.options import AsJson
-from stateroom.daemon.commands.terminal import err, out
+from stateroom.daemon.commands.terminal import err, out, plain
 from stateroom.daemon.config import model_specs, parse_bytes
 from stateroom.daemon.exits import FAILED, Leave
 from stateroom.daemon.models import models_dir
 from stateroom.deploy.service import Service, ServiceError, Status, manager
 
-POLL_S = 0.3  # while a log is followed
 LINES = 20
 
 T = TypeVar("T")
@@ -92,19 +90,11 @@ def logs(
 ) -> None:
     """Show the end of what it wrote."""
     path = Service().log
-    if not path.exists():
-        raise Leave(FAILED, f"There is no log at {path}; has the service been installed?")
-    with open(path, errors="replace") as file:
-        for line in deque(file, maxlen=lines):
-            typer.echo(line, nl=False)
-        while follow:
-            line = file.readline()
-            if line:
-                typer.echo(line, nl=False)
-            elif path.stat().st_size < file.tell():
-                file.seek(0)  # it was cut off in place
-            else:
-                time.sleep(POLL_S)
+    try:
+        for line in last_lines(path, lines, follow):
+            typer.echo(plain(line), nl=False)
+    except FileNotFoundError:
+        raise Leave(FAILED, f"There is no log at {path}; has the service been installed?") from None
 
 
 def _done(action: Callable[[], T]) -> T:

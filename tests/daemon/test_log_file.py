@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stateroom.daemon.commands.logs import _coming
+from stateroom.daemon.commands.following import coming
 from stateroom.daemon.log_file import LogFile, log_path
 from stateroom.daemon.logs import make_log
 
@@ -76,11 +76,11 @@ def test_following_goes_on_in_the_next_file(tmp_path: Path) -> None:
     file = LogFile(path, FILE_BYTES, OLDER)
     file.write_line("first")
     with open(path) as opened:
-        coming = _coming(path, opened)
-        seen = [next(coming)]
+        lines = coming(path, opened)
+        seen = [next(lines)]
         for n in range(100):
             file.write_line(f"{n} " + "x" * 50)
-            seen.append(next(coming))
+            seen.append(next(lines))
     file.close()
     assert [line.split()[0] for line in seen] == ["first", *map(str, range(100))]
     assert len(list(tmp_path.iterdir())) > 1, "the file was never replaced"
@@ -90,10 +90,22 @@ def test_half_a_line_is_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "one.log"
     path.write_text("whole\nha")
     with open(path) as opened:
-        coming = _coming(path, opened)
-        assert next(coming) == "whole\n"
+        lines = coming(path, opened)
+        assert next(lines) == "whole\n"
         assert opened.readline() == "ha"
         opened.seek(6)
         with open(path, "a") as writing:
             writing.write("lf\n")
-        assert list(itertools.islice(coming, 1)) == ["half\n"]
+        assert list(itertools.islice(lines, 1)) == ["half\n"]
+
+
+def test_a_file_that_is_cut_off_in_place_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "service.log"
+    path.write_text("one\ntwo\n")
+    with open(path) as opened:
+        lines = coming(path, opened)
+        assert [next(lines), next(lines)] == ["one\n", "two\n"]
+        os.truncate(path, 0)
+        with open(path, "a") as writing:
+            writing.write("new\n")
+        assert next(lines) == "new\n"
