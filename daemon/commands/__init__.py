@@ -33,30 +33,37 @@ from stateroom.daemon.exits import FAILED, LAUNCHD, OK, PERMANENT, SERVICE_VARIA
 from stateroom.daemon.models import ModelsError
 
 INTERRUPTED = 130  # as a shell reports a program ended by Ctrl-C
+NAME = "stateroom"
+COMPLETING = "_STATEROOM_COMPLETE"  # set by a shell that asks for completions
 
 app = typer.Typer(
-    name="stateroom",
+    name=NAME,
     help="Language-model sessions that stay on the GPU, lent to every program on the machine.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-COMMANDS: tuple[Callable[..., None], ...] = (
-    serve, stop, demo, generate, chat, ps, close, park, save, restore, snapshots, forget, export, import_,
-    verify, stats, logs, doctor, bench, version,
-)  # fmt: skip
-for command in COMMANDS:
-    app.command(command.__name__.rstrip("_"))(command)
-app.add_typer(model, name="model")
-app.add_typer(service, name="service")
-app.add_typer(keys, name="keys")
+# By the panels of `stateroom --help`.
+COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Run": (serve, stop, demo),
+    "Talk": (generate, chat),
+    "Sessions": (ps, close, park, verify),
+    "Snapshots": (save, restore, snapshots, forget, export, import_),
+    "Look": (stats, logs, doctor, bench, version),
+}
+GROUPS = {"Set up": {"model": model, "service": service, "keys": keys}}
+for panel, commands in COMMANDS.items():
+    for command in commands:
+        app.command(command.__name__.rstrip("_"), rich_help_panel=panel)(command)
+for panel, groups in GROUPS.items():
+    for name, group in groups.items():
+        app.add_typer(group, name=name, rich_help_panel=panel)
 
 
 def run() -> int:
     """Runs the command line and gives its exit code."""
     prepare_streams()
     try:
-        app(standalone_mode=True)
+        app(prog_name=NAME)
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else 0
     except Leave as leaving:
@@ -87,7 +94,8 @@ def in_words(error: OSError) -> str:
 
 
 def failed(message: str, code: int) -> int:
-    sys.stderr.write(f"stateroom: {message}\n")
+    if COMPLETING not in os.environ:  # else it would stand in the middle of what is typed
+        sys.stderr.write(f"{NAME}: {message}\n")
     if code in PERMANENT and os.environ.get(SERVICE_VARIABLE) == LAUNCHD:
         return OK  # so that it isn't tried again for ever
     return code
