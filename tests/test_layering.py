@@ -34,12 +34,12 @@ LAYERS = (
     Layer(r"caches/.*", r"(caches|kernels)(\..*)?"),
     Layer(
         r"daemon/engine/.*",
-        r"(daemon\.engine|caches|kernels)(\..*)?|daemon\.(link|clock|logs|scheduler(\..*)?|blas|models)"
+        r"(daemon\.engine|caches|kernels)(\..*)?|daemon\.(link|clock|logs|scheduler(\..*)?|blas|models|timings|usage)"
         r"|client\.(protocol|limits|wire|errors|paths)",
     ),
     # The commands and the demo are clients that happen to be installed with the daemon.
     Layer(
-        r"daemon/(cli|doctor)\.py|daemon/(commands|demo)/.*",
+        r"daemon/cli\.py|daemon/(commands|demo|doctor)/.*",
         r"client(\..*)?|daemon(?!\.engine).*|deploy(\..*)?",
     ),
     # Files of snapshots, which nothing of mlx is needed to read.

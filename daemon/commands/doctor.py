@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 
 import typer
 
 from stateroom.daemon.commands.options import AsJson
 from stateroom.daemon.commands.terminal import out
-from stateroom.daemon.doctor import Check, examine
+from stateroom.daemon.doctor.check import Check
+from stateroom.daemon.doctor.examine import examine, told
 
 MARKS = {"pass": "[green]✓[/green]", "note": "[yellow]•[/yellow]", "problem": "[red]✗[/red]"}
-NAME_WIDTH = 12
+NAME_WIDTH = 13
 
 
 def doctor(as_json: AsJson = False) -> None:
@@ -23,7 +23,7 @@ def doctor(as_json: AsJson = False) -> None:
         if not as_json:
             show(check)
     if as_json:
-        out.print_json(json.dumps([asdict(check) for check in found]))
+        out.print_json(json.dumps(told(found)))
     if any(check.state == "problem" for check in found):
         raise typer.Exit(1)
 

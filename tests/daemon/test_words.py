@@ -12,7 +12,7 @@ from stateroom.daemon.commands.ps import figure, state, stored_as
 from stateroom.daemon.commands.sessions import verdict
 from stateroom.daemon.commands.snapshots import table
 from stateroom.daemon.commands.terminal import plain
-from stateroom.daemon.doctor import journal, memory
+from stateroom.daemon.doctor.running import journal, kv
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_the_doctor_tells_of_memory() -> None:
         "kv_budget_bytes": 4 * 2**30,
         "memory_pressure": 0,
     }
-    check = memory(gauges)
+    check = kv(gauges)
     assert (check.state, check.finding) == ("pass", "1.0 of 4.0 GiB of KV held, 3.0 granted to engines")
-    assert memory(gauges | {"memory_pressure": 2}).state == "note"
+    assert kv(gauges | {"memory_pressure": 2}).state == "note"
 
 
 @pytest.mark.parametrize(("lag_s", "wanted"), [(0.0, "pass"), (1.5, "pass"), (20.0, "problem")])

@@ -137,7 +137,7 @@ def test_stats_and_doctor_tell_of_the_engine(tiny_daemon: RunningDaemon) -> None
     assert stats["models"][0]["id"] == "tiny"
     assert "tokens_decoded" in stateroom(tiny_daemon.env, "stats").stdout
     doctor = stateroom(tiny_daemon.env, "doctor", "--json")
-    checks = {check["name"]: check for check in json.loads(doctor.stdout)}
+    checks = {check["name"]: check for check in json.loads(doctor.stdout)["checks"]}
     assert {"python", "packages", "mlx", "socket", "permissions", "disk", "models", "daemon"} <= set(checks)
     assert checks["daemon"]["state"] == "pass"
     assert checks["engine"]["finding"].startswith("tiny is ready")
@@ -184,7 +184,7 @@ def test_doctor_sees_a_runtime_directory_that_others_can_write_to(tmp_path: Path
     (tmp_path / "run").chmod(0o777)
     env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "STATEROOM_RUNTIME_DIR": f"{tmp_path}/run"}
     done = stateroom(env, "doctor", "--json")
-    (check,) = [check for check in json.loads(done.stdout) if check["name"] == "permissions"]
+    (check,) = [check for check in json.loads(done.stdout)["checks"] if check["name"] == "permissions"]
     assert check["state"] == "problem"
     assert "chmod 700" in check["advice"]
     assert done.returncode == 1

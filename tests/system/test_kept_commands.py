@@ -98,7 +98,7 @@ def test_verify_says_that_a_session_is_what_its_tokens_give(
     assert "the same token comes next" in run("verify", talk)
     assert "is what its tokens give" in run("verify")
     refused(stateroom(tiny_daemon.env, "verify", "nothing"))
-    checks = json.loads(stateroom(tiny_daemon.env, "doctor", "--json").stdout)
+    checks = json.loads(stateroom(tiny_daemon.env, "doctor", "--json").stdout)["checks"]
     found = {check["name"]: check for check in checks}
     assert found["sessions"]["state"] == "pass"
     assert "the same as stored" in found["sessions"]["finding"]
