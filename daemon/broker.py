@@ -35,11 +35,13 @@ from stateroom.daemon.pressure import Source, system_level
 from stateroom.daemon.prometheus import Page
 from stateroom.daemon.quotas import Quotas
 from stateroom.daemon.shelf import Shelf
-from stateroom.daemon.sockets import PublicSocket
+from stateroom.daemon.sockets import NO_DESCRIPTOR, PublicSocket, is_local
 from stateroom.daemon.store.rows import ModelRow
 from stateroom.daemon.supervisor import Supervisor
 from stateroom.daemon.tickets import Tickets
 from stateroom.daemon.unloading import Unloading
+from stateroom.daemon.usage import usage
+from stateroom.daemon.view import View
 from stateroom.daemon.watchers import Watchers
 from stateroom.daemon.work import Work
 
@@ -78,6 +80,7 @@ class Broker:
         self._tick_alarm, self._flush_alarm = Alarm(self._tick), Alarm(self._flush)
         self._watch_alarm = Alarm(lambda: self.watchers.tick())
         self.metrics = Metrics()
+        self.metrics.others.append(self._socket.traffic)
         self._page: Page | None = None
         self.peers = Peers(self._socket.send, self._vanished, lambda: self._flush_alarm.ring_in(FLUSH_S))
         pending = self.keeper.pending if self.keeper else None
@@ -97,7 +100,7 @@ class Broker:
         )
         self.supervisor = Supervisor(config, self._context, clock, self.metrics, log, blas, self.memory)
         self.watchers = Watchers(
-            self.tickets, clock, lambda owner: self.desk.stats(owner), self._watch_alarm.ring_in
+            self.tickets, clock, lambda owner: self.view.stats(owner), self._watch_alarm.ring_in
         )
         self.unloading = Unloading(self.supervisor, self.tickets, clock, log, config.unload_after_s)
         self.archive = Archive(
@@ -120,6 +123,18 @@ class Broker:
                 config.disk_bytes_max,
                 config.disk_free_bytes,
             )
+        self.view = View(
+            self.peers,
+            self.tickets,
+            self.catalog,
+            self.supervisor,
+            self.watchers,
+            self.shelf,
+            self.archive.snapshots,
+            self.metrics,
+            clock,
+            is_local,
+        )
         self.desk = Desk(
             self.peers,
             self.tickets,
@@ -127,13 +142,14 @@ class Broker:
             self.supervisor,
             self.work,
             self.watchers,
+            self.view,
             self.shelf,
             self.archive,
             self.carriage,
             self.metrics,
             log,
         )
-        self.desk.more_gauges.append(self.memory.gauges)
+        self.view.more_gauges += [self.memory.gauges, usage]
         if self.keeper is not None:
             self._restore(self.keeper)
 
@@ -147,31 +163,35 @@ class Broker:
         self.shelf.remember(ModelSpec(row.id, row.spec) for row in kept.models)
         self.catalog.restore(kept)
         self.archive.snapshots.load(kept.snapshots)
-        self.desk.more_gauges.append(keeper.gauges)
+        self.view.more_gauges.append(keeper.gauges)
         self.work.expire()
 
     @property
     def own_user_only(self) -> bool:
         return self._socket.own_user_only
 
-    def start(self) -> str:
-        """Binds, starts the engines of the given models, and gives the endpoint."""
+    def start(self, descriptor: int = NO_DESCRIPTOR) -> str:
+        """Binds, starts the engines of the given models, and gives the endpoint.
+
+        `descriptor`: of a socket that listens there already (see `daemon/activation.py`).
+        """
         asyncio.get_running_loop().set_exception_handler(self._unexpected)
         # Keys are demanded at all that is bound after they first were: local endpoints go before.
         config = self.config
-        endpoint = self._socket.bind(config.endpoint, self._pair if over_network(config.endpoint) else None)
+        pair = self._pair if over_network(config.endpoint) else None
+        endpoint = self._socket.bind(config.endpoint, pair, descriptor)
         if config.listen is not None:
             self.listening = self._socket.bind(config.listen, self._pair)
         if config.metrics_port is not None:
             self._page = self._serve_page(config.metrics_port)
         for spec in self.config.models:
             self.supervisor.ensure(self.supervisor.engine_for(spec))
-        self._tick_alarm.ring_in(TICK_S)
+        self._tick_soon()
         return endpoint
 
     def _serve_page(self, port: int) -> Page | None:
         try:
-            page = Page(port, self.desk.figures, self.metrics.timings, asyncio.get_running_loop())
+            page = Page(port, self.view.figures, self.metrics.timings, asyncio.get_running_loop())
         except OSError as error:
             self.log.error("no metrics page", port=port, error=str(error))
             return None
@@ -201,7 +221,9 @@ class Broker:
         self._context.term()
 
     def _tick(self) -> None:
-        self._tick_alarm.ring_in(TICK_S)
+        now_s = asyncio.get_running_loop().time()
+        self.metrics.timings.loop_lag.add(max(0.0, now_s - self._tick_due_s))
+        self._tick_soon()
         if self._door is not None:
             self._expel(self._door)
         self.work.expire()
@@ -212,6 +234,10 @@ class Broker:
         self.unloading.tick()
         if self.desk.admitting:
             self.work.look_round()
+
+    def _tick_soon(self) -> None:
+        self._tick_due_s = asyncio.get_running_loop().time() + TICK_S
+        self._tick_alarm.ring_in(TICK_S)
 
     def _expel(self, door: Door) -> None:
         door.allowed.refresh()

@@ -58,6 +58,7 @@ class Config:
     models_dir: Path
     state_dir: Path | None = None  # what outlives the daemon; None: nothing does
     keys_dir: Path | None = None  # of the network's keys
+    activated: bool = False  # systemd or launchd listens at the endpoint, and hands its socket over
     listen: str | None = None  # a second endpoint, tcp://
     insecure_loopback: bool = False  # tcp:// without keys, on this machine alone
     models: tuple[ModelSpec, ...] = ()  # loaded at start; the first is the default
@@ -72,6 +73,7 @@ class Config:
     log_format: LogFormat = "console"
     log_level: str = "info"
     log_content: bool = False
+    record: bool = True  # what happens to each request, for `trace`
     disk_bytes_max: int | None = None  # of one model's snapshots; None: see `caches/snapshots/limits.py`
     disk_free_bytes: int | None = None  # what they leave free
     metrics_port: int | None = None  # of the page for Prometheus, on loopback

@@ -11,6 +11,7 @@ import zmq
 from structlog.typing import FilteringBoundLogger
 
 from stateroom.client.paths import ipc_path
+from stateroom.daemon import activation
 from stateroom.daemon.blas import find_blas
 from stateroom.daemon.broker import Broker
 from stateroom.daemon.config import Config
@@ -27,6 +28,7 @@ from stateroom.daemon.lock import (
 from stateroom.daemon.log_file import LogFile
 from stateroom.daemon.logs import make_log
 from stateroom.daemon.shelf import Shelf
+from stateroom.daemon.sockets import NO_DESCRIPTOR
 
 FILES_WANTED = 8_192  # open files: one a client, a few a worker; launchd gives 256
 UMASK = 0o077  # sockets and files are ours alone
@@ -39,6 +41,7 @@ def serve(config: Config) -> int:
         Leave: it can't start; nothing was bound or changed.
     """
     os.umask(UMASK)
+    descriptor = activation.taken(config.endpoint) if config.activated else NO_DESCRIPTOR
     locks = take_places(config)
     # Behind the locks: two daemons must not let the same files take turns.
     file, problem = _log_file(config)
@@ -47,7 +50,7 @@ def serve(config: Config) -> int:
         log.warning("no log file", error=problem)
     try:
         raise_file_limit(log)
-        return asyncio.run(_run(config, log))
+        return asyncio.run(_run(config, log, descriptor))
     finally:
         if file is not None:
             file.close()
@@ -85,7 +88,7 @@ def take_places(config: Config) -> list[Lock]:
             lock = Lock(lock_path)
             lock.take(config.endpoint)
             held.append(lock)
-        if path is not None:
+        if path is not None and not config.activated:
             clear_socket(path)
         clear_engine_sockets(config.runtime_dir)
     except BaseException:
@@ -95,7 +98,7 @@ def take_places(config: Config) -> list[Lock]:
     return held
 
 
-async def _run(config: Config, log: FilteringBoundLogger) -> int:
+async def _run(config: Config, log: FilteringBoundLogger, descriptor: int) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -108,7 +111,7 @@ async def _run(config: Config, log: FilteringBoundLogger) -> int:
     broker = Broker(config, log, blas)
     path = ipc_path(config.endpoint)
     try:
-        endpoint = broker.start()
+        endpoint = broker.start(descriptor)
     except zmq.ZMQError as error:
         await broker.stop()
         raise Leave(CONFIG, f"The endpoint {config.endpoint} can't be bound: {error}.") from error
@@ -126,7 +129,7 @@ async def _run(config: Config, log: FilteringBoundLogger) -> int:
         return OK
     finally:
         await broker.stop()
-        if path is not None:
+        if path is not None and not config.activated:
             path.unlink(missing_ok=True)
         log.info("stopped")
 

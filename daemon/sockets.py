@@ -29,6 +29,7 @@ PEER_QUEUE_MESSAGES = 256  # in libzmq, each way and client, before the outbox b
 LINK_QUEUE_MESSAGES = 4_096  # to and from a worker; more than requests can be open
 LINGER_MS = 200  # unsent replies may delay the exit by this much
 BACKLOG = 512  # connections waiting to be accepted
+NO_DESCRIPTOR = -1  # libzmq's word for a socket that it makes itself
 FILES_SPARED = 4_096  # open files that are not for clients, and for those who come before they are counted
 
 # As numbers: pyzmq takes its time over its enums.
@@ -64,6 +65,17 @@ def hang_up(descriptor: int) -> None:
             taken.shutdown(sockets.SHUT_RDWR)
         finally:
             taken.detach()
+
+
+def is_local(descriptor: int) -> bool:
+    """Whether a connection of libzmq's came over `ipc://`."""
+    try:
+        taken = sockets.socket(fileno=descriptor)
+    except OSError:
+        return False
+    family = taken.family
+    taken.detach()
+    return family == sockets.AF_UNIX
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:
@@ -129,6 +141,7 @@ class PublicSocket:
 
     Attributes:
         own_user_only: the kernel is asked whose a connection is.
+        received, received_bytes, sent, sent_bytes: messages and their content, since the start.
     """
 
     def __init__(
@@ -142,6 +155,7 @@ class PublicSocket:
     ) -> None:
         self._on_expelled = on_expelled
         self._door = door
+        self.received = self.received_bytes = self.sent = self.sent_bytes = 0
         self._on_message, self._on_gone, self._on_drained = on_message, on_gone, on_drained
         self._alive: set[int] = set()
         self._most = connections_most(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -162,14 +176,20 @@ class PublicSocket:
         self._monitor.connect(events)
         self._pumps: list[_Pump] = []
 
-    def bind(self, endpoint: str, pair: Pair | None = None) -> str:
+    def bind(self, endpoint: str, pair: Pair | None = None, descriptor: int = NO_DESCRIPTOR) -> str:
         """Binds, begins to receive, and gives the endpoint with its real port.
 
-        `pair`: keys are demanded there, and at what is bound later.
+        `pair`: keys are demanded there, and at what is bound later. `descriptor`: of a socket that listens at
+        the endpoint already; it is libzmq's from here on, which leaves its file where it is.
         """
         if pair is not None:
             demand_keys(self._socket, pair)
-        self._socket.bind(endpoint)
+        # libzmq takes it for every bind that follows, until it is told otherwise.
+        self._socket.set(zmq.USE_FD, descriptor)
+        try:
+            self._socket.bind(endpoint)
+        finally:
+            self._socket.set(zmq.USE_FD, NO_DESCRIPTOR)
         if not self._pumps:
             messages = _Pump(self._socket, self._receive, self._on_drained)
             self._pumps = [messages, _Pump(self._monitor, self._receive_event, self._events_received)]
@@ -193,7 +213,18 @@ class PublicSocket:
         finally:
             for pump in self._pumps:
                 pump.glance()
+        self.sent += 1
+        self.sent_bytes += sum(map(len, frames))
         return Delivery.SENT
+
+    def traffic(self) -> dict[str, int]:
+        """For `stats`."""
+        return {
+            "messages_received": self.received,
+            "bytes_received": self.received_bytes,
+            "messages_sent": self.sent,
+            "bytes_sent": self.sent_bytes,
+        }
 
     def close(self) -> None:
         for pump in self._pumps:
@@ -233,6 +264,8 @@ class PublicSocket:
 
     def _receive(self) -> None:
         frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        self.received += 1
+        self.received_bytes += sum(map(len, frames[1:]))
         # Whatever became of earlier connections with this descriptor is in the monitor by now.
         while _readable(self._monitor):
             self._receive_event()

@@ -36,6 +36,12 @@ def serve(
         str | None,
         typer.Option(help="A second endpoint, tcp://HOST:PORT, for those with a key: see `stateroom keys`."),
     ] = None,
+    activated: Annotated[
+        bool,
+        typer.Option(
+            "--activated", help="Take the socket from systemd or launchd: see `stateroom service install`."
+        ),
+    ] = False,
     insecure_loopback: Annotated[
         bool,
         typer.Option(
@@ -116,6 +122,9 @@ def serve(
     log_content: Annotated[
         bool, typer.Option("--log-content", help="Log prompts and answers too; by default they never are.")
     ] = False,
+    record: Annotated[
+        bool, typer.Option(help="Remember what happened to each of the last requests, for `trace`.")
+    ] = True,
 ) -> None:
     """Run the daemon in the foreground, until Ctrl-C or `stateroom stop`."""
     from stateroom.daemon.serve import serve as run
@@ -140,6 +149,7 @@ def serve(
         models_dir=models_dir(),
         state_dir=home_dir() / STATE_NAME if keep else None,
         keys_dir=keys_dir,
+        activated=activated,
         listen=listen,
         insecure_loopback=insecure_loopback,
         models=model_specs(model or [], models_dir()),
@@ -154,6 +164,7 @@ def serve(
         log_format=log,
         log_level=log_level,
         log_content=log_content,
+        record=record,
         log_file=log_path(home_dir()),
         metrics_port=metrics_port,
         disk_bytes_max=parse_bytes(disk) if disk else None,
