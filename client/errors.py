@@ -163,6 +163,10 @@ class BadEndpoint(ClientError, ValueError):
     """The endpoint, or a variable that names it, can't work; the message says why and what to do."""
 
 
+class BadConfig(ClientError, ValueError):
+    """The configuration file can't be used; the message says why and what to do."""
+
+
 class BadKey(ClientError, ValueError):
     """The key file can't be used; the message says why and what to do."""
 

@@ -1,22 +1,29 @@
-"""Where the daemon and its clients meet: endpoint, runtime directory, home.
+"""Where the daemon and its clients meet: endpoint, runtime directory, home, configuration file.
 
-Reads the environment and touches no disk. `$STATEROOM_ENDPOINT` overrides the endpoint on both sides;
-otherwise it is the socket `stateroom.sock` in the runtime directory: `$STATEROOM_RUNTIME_DIR`, else
+`$STATEROOM_ENDPOINT` names the endpoint on both sides, else the configuration file's `endpoint`; otherwise
+it is the socket `stateroom.sock` in the runtime directory: `$STATEROOM_RUNTIME_DIR`, else
 `$XDG_RUNTIME_DIR/stateroom`, else `~/.stateroom/run`. What outlives a boot (models, catalog, logs) is
-below the home: `$STATEROOM_HOME`, else `~/.stateroom`. An empty variable counts as unset.
+below the home: `$STATEROOM_HOME`, else `~/.stateroom`; so is `config.toml`, unless `$STATEROOM_CONFIG` names
+another file. An empty variable counts as unset. Of the disk, that file alone is read.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from stateroom.client.errors import BadEndpoint
+from stateroom.client.errors import BadConfig, BadEndpoint
 
 # The kernel's `sun_path` less its closing zero. Counted in bytes: a path of few characters may have many.
 IPC_PATH_BYTES_MAX = 103 if sys.platform == "darwin" else 107
 SOCKET_NAME = "stateroom.sock"
+CONFIG_NAME = "config.toml"
+CONFIG_VARIABLE = "STATEROOM_CONFIG"
+CONFIG_BYTES_MAX = 64 * 1024  # a file of this size is no configuration
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _IPC = "ipc://"
 _SCHEMES = (_IPC, "tcp://", "inproc://")
 
@@ -48,10 +55,86 @@ def default_endpoint() -> str:
 
     Raises:
         BadEndpoint: see `check_endpoint`.
+        BadConfig: see `read_config`.
     """
-    endpoint = os.environ.get("STATEROOM_ENDPOINT") or f"{_IPC}{runtime_dir() / SOCKET_NAME}"
+    named = os.environ.get("STATEROOM_ENDPOINT") or _configured_endpoint()
+    endpoint = named or f"{_IPC}{runtime_dir() / SOCKET_NAME}"
     check_endpoint(endpoint)
     return endpoint
+
+
+class ConfigFile(NamedTuple):
+    """The configuration file as it was read; what its values mean is `daemon/settings/`'s to say."""
+
+    path: Path
+    text: str
+    values: dict[str, Any]
+
+
+def config_path() -> Path:
+    """The configuration file, whether or not it is there.
+
+    Raises:
+        BadEndpoint: the variable that names it, or the home, isn't absolute.
+    """
+    return _from_environment(CONFIG_VARIABLE) or home_dir() / CONFIG_NAME
+
+
+def read_config() -> ConfigFile | None:
+    """The configuration file; None where there is none.
+
+    Raises:
+        BadConfig: it can't be read or is no TOML, others may write it, or the one that was named isn't there.
+        BadEndpoint: see `config_path`.
+    """
+    try:
+        path = config_path()
+    except RuntimeError:  # this user has no home, in a container say
+        return None
+    if path == Path(os.devnull):  # named so: without any
+        return None
+    try:
+        about = path.stat()
+        _refuse_foreign(path, about)
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        if os.environ.get(CONFIG_VARIABLE):
+            raise BadConfig(f"There is no file at {path}, which ${CONFIG_VARIABLE} names.") from None
+        return None
+    except OSError as error:
+        raise BadConfig(f"{path} can't be read: {error.strerror}.") from error
+    import tomllib  # most clients have no file
+
+    try:
+        text = data.decode()
+        return ConfigFile(path, text, tomllib.loads(text))
+    except UnicodeDecodeError as error:
+        raise BadConfig(f"{path} is not in UTF-8: {error.reason} at byte {error.start}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise BadConfig(f"{path} is no TOML: {error}.") from None
+
+
+def _refuse_foreign(path: Path, about: os.stat_result) -> None:
+    """Refuses a file that others may write: it says what is run, and to whom prompts are sent."""
+    if not stat.S_ISREG(about.st_mode):
+        raise BadConfig(f"{path} is no file.")
+    if about.st_size > CONFIG_BYTES_MAX:
+        raise BadConfig(f"{path} has {about.st_size} bytes; {CONFIG_BYTES_MAX} are taken at most.")
+    if about.st_uid not in (os.getuid(), 0):
+        raise BadConfig(f"{path} belongs to another user, so it isn't used.")
+    if about.st_mode & _OTHERS_WRITE:
+        raise BadConfig(f"Others may write {path}, so it isn't used: chmod go-w {path}")
+    above = path.parent.stat().st_mode
+    if above & stat.S_IWOTH and not above & stat.S_ISVTX:
+        raise BadConfig(f"Anybody can replace {path}, so it isn't used: chmod o-w {path.parent}")
+
+
+def _configured_endpoint() -> str | None:
+    found = read_config()
+    endpoint = None if found is None else found.values.get("endpoint")
+    if found is None or endpoint is None or isinstance(endpoint, str):
+        return endpoint
+    raise BadConfig(f"{found.path}: endpoint takes text, not {endpoint!r}.")
 
 
 def ipc_path(endpoint: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Endpoint, runtime directory and home, from the environment alone."""
+"""Endpoint, runtime directory and home, from the environment and the configuration file."""
 
 import os
 from pathlib import Path
@@ -6,9 +6,15 @@ from pathlib import Path
 import pytest
 
 from stateroom.client import paths
-from stateroom.client.errors import BadEndpoint, ClientError
+from stateroom.client.errors import BadConfig, BadEndpoint, ClientError
 
-VARIABLES = ("STATEROOM_ENDPOINT", "STATEROOM_RUNTIME_DIR", "XDG_RUNTIME_DIR", "STATEROOM_HOME")
+VARIABLES = (
+    "STATEROOM_ENDPOINT",
+    "STATEROOM_RUNTIME_DIR",
+    "XDG_RUNTIME_DIR",
+    "STATEROOM_HOME",
+    "STATEROOM_CONFIG",
+)
 
 
 @pytest.fixture
@@ -109,3 +115,104 @@ def test_socket_file_of_an_endpoint() -> None:
     assert paths.ipc_path("ipc:///run/s.sock") == Path("/run/s.sock")
     assert paths.ipc_path("ipc://@abstract") is None
     assert paths.ipc_path("tcp://127.0.0.1:1") is None
+
+
+# ---------------------------------------------------------------- the configuration file
+
+
+@pytest.fixture
+def file(environment: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the configuration file would be; there is none yet."""
+    environment.setenv("STATEROOM_HOME", str(tmp_path))
+    return tmp_path / "config.toml"
+
+
+def write(file: Path, text: str | bytes, mode: int = 0o600) -> None:
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    file.chmod(mode)
+
+
+def test_the_file_names_the_endpoint_and_the_environment_overrides_it(
+    environment: pytest.MonkeyPatch, file: Path
+) -> None:
+    assert paths.config_path() == file
+    assert paths.read_config() is None
+    write(file, 'endpoint = "tcp://127.0.0.1:7777"\nunknown-to-clients = 3\n')
+    assert paths.default_endpoint() == "tcp://127.0.0.1:7777"
+    environment.setenv("STATEROOM_ENDPOINT", "tcp://127.0.0.1:5555")
+    assert paths.default_endpoint() == "tcp://127.0.0.1:5555"
+
+
+def test_a_file_without_endpoint_changes_nothing(file: Path) -> None:
+    write(file, "rows-max = 4\n")
+    assert paths.default_endpoint() == "ipc:///home/ada/.stateroom/run/stateroom.sock"
+
+
+def test_another_file_may_be_named_and_then_it_must_be_there(
+    environment: pytest.MonkeyPatch, file: Path, tmp_path: Path
+) -> None:
+    write(file, 'endpoint = "tcp://127.0.0.1:1"\n')
+    other = tmp_path / "other.toml"
+    environment.setenv("STATEROOM_CONFIG", str(other))
+    with pytest.raises(BadConfig, match=rf"no file at {other}, which \$STATEROOM_CONFIG names"):
+        paths.default_endpoint()
+    write(other, 'endpoint = "tcp://127.0.0.1:2"\n')
+    assert paths.default_endpoint() == "tcp://127.0.0.1:2"
+    environment.setenv("STATEROOM_CONFIG", os.devnull)
+    assert paths.default_endpoint() == "ipc:///home/ada/.stateroom/run/stateroom.sock"
+    environment.setenv("STATEROOM_CONFIG", "other.toml")
+    with pytest.raises(BadEndpoint, match="STATEROOM_CONFIG must be an absolute path"):
+        paths.default_endpoint()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("endpoint = 4\n", "endpoint takes text, not 4"),
+        ("endpoint\n", "is no TOML: .*line 1"),
+        ('a = 1\na = "2"\n', "is no TOML"),
+        (b'endpoint = "\xff"\n', "not in UTF-8: .* at byte 12"),
+        (b"#" * (paths.CONFIG_BYTES_MAX + 1), "bytes; 65536 are taken at most"),
+    ],
+)
+def test_a_file_that_can_not_be_read_is_said_in_a_line(file: Path, text: str | bytes, said: str) -> None:
+    write(file, text)
+    with pytest.raises(BadConfig, match=said) as caught:
+        paths.default_endpoint()
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, ClientError)
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_file_that_others_may_write_is_refused(file: Path, mode: int) -> None:
+    """It says to whom prompts are sent, and what the daemon runs."""
+    write(file, 'endpoint = "tcp://127.0.0.1:1"\n', mode)
+    with pytest.raises(BadConfig, match=f"chmod go-w {file}"):
+        paths.default_endpoint()
+    file.chmod(0o644)
+    assert paths.default_endpoint() == "tcp://127.0.0.1:1"
+
+
+def test_a_file_that_anybody_can_replace_is_refused(file: Path, tmp_path: Path) -> None:
+    write(file, 'endpoint = "tcp://127.0.0.1:1"\n')
+    tmp_path.chmod(0o777)
+    with pytest.raises(BadConfig, match=f"chmod o-w {tmp_path}"):
+        paths.default_endpoint()
+    tmp_path.chmod(0o1777)
+    assert paths.default_endpoint() == "tcp://127.0.0.1:1"
+
+
+def test_a_folder_in_its_place_is_said(file: Path) -> None:
+    file.mkdir()
+    with pytest.raises(BadConfig, match="is no file"):
+        paths.default_endpoint()
+
+
+def test_without_a_home_there_is_no_file(environment: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    environment.setattr(paths, "home_dir", homeless)
+    environment.setenv("STATEROOM_RUNTIME_DIR", "/run/stateroom")
+    assert paths.default_endpoint() == "ipc:///run/stateroom/stateroom.sock"
