@@ -33,6 +33,9 @@ from stateroom.client.protocol import (
     OpenResult,
     Progress,
     Request,
+    RequestInfo,
+    Requests,
+    RequestsResult,
     Restore,
     Result,
     SessionClass,
@@ -61,6 +64,7 @@ R = TypeVar("R", bound=Result)
 Infos = list[SessionInfo]
 Trunks = list[TrunkInfo]
 SnapshotInfos = list[SnapshotInfo]
+RequestInfos = list[RequestInfo]
 AsyncSessions = list[AsyncSession]
 
 
@@ -190,13 +194,17 @@ class AsyncRoom:
         """As `Room.unpublish`."""
         return await self.call(Unpublish(name=name), CloseResult)
 
-    async def trunks(self) -> Trunks:
+    async def trunks(self, *, everyone: bool = False) -> Trunks:
         """As `Room.trunks`."""
-        return (await self.call(List(), ListResult)).trunks
+        return (await self.call(List(everyone=everyone), ListResult)).trunks
 
-    async def list(self) -> Infos:
+    async def list(self, *, everyone: bool = False) -> Infos:
         """As `Room.list`."""
-        return (await self.call(List(), ListResult)).sessions
+        return (await self.call(List(everyone=everyone), ListResult)).sessions
+
+    async def requests(self, session: str | None = None, *, everyone: bool = False) -> RequestInfos:
+        """As `Room.requests`."""
+        return (await self.call(Requests(session=session, everyone=everyone), RequestsResult)).requests
 
     async def cancel(self, session: str) -> bool:
         """As `Room.cancel`."""

@@ -258,7 +258,19 @@ class Info(SessionRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class List(Request):
+    """`everyone`: of all owners, as far as who asks may see them."""
+
     op: ClassVar[str] = "list"
+    everyone: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requests(Request):
+    """Those that are open, and the last that ended; of a session, or of all of them."""
+
+    op: ClassVar[str] = "requests"
+    session: SessionRef | None = None
+    everyone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,6 +406,9 @@ class Unload(Request):
 
 Finish = Literal["stop", "stop_token", "length", "context", "cancelled"]
 Source = Literal["session", "fork", "shared", "snapshot", "none"]
+# Why a request doesn't go on. The broker knows the first three, its engine the others.
+Waiting = Literal["engine", "session", "trial", "memory", "disk", "turn", "yielded"]
+WAITING: tuple[Waiting, ...] = typing.get_args(Waiting)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -501,6 +516,31 @@ class SessionInfo:
     published: list[str] = field(default_factory=list)  # what it was published as, and still is
     trunk: str | None = None  # the published trunk that it stems from
     running: str | None = None  # the operation that is running
+    waiting: Waiting | None = None  # why that doesn't go on
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestInfo:
+    """One request, open or ended, as `requests` shows it. Of the broker's own, `id` and `client` are None.
+
+    `done` of `total`: tokens computed by a prefill, or drawn of `max_tokens`; 0 of 0 while that isn't known.
+    """
+
+    rid: int  # the daemon's own number of it
+    op: str
+    owner: str = "default"
+    client: str | None = None  # what that calls itself
+    id: int | None = None  # the client's own number of it
+    session: str | None = None
+    model: str | None = None
+    state: Literal["queued", "running", "ending", "done"] = "running"
+    waiting: Waiting | None = None
+    done: int = 0
+    total: int = 0
+    tokens_per_s: float = 0.0  # of a running decode, since its first token
+    age_s: float = 0.0  # since it arrived
+    ms: float | None = None  # it took, once ended
+    code: str | None = None  # once ended: "ok", an error's, or "gone" where its client went before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -517,10 +557,11 @@ class SnapshotInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class TrunkInfo:
-    """What an owner has published, as `list` shows it. Bytes are as in `SessionInfo`."""
+    """What was published, as `list` shows it. Bytes are as in `SessionInfo`."""
 
     name: str = field(metadata={"wire": "as"})
     trunk: str
+    owner: str = "default"
     model: str = ""
     length: int = 0
     tier: str = "resident"  # resident | disk | tokens
@@ -609,6 +650,13 @@ class InfoResult(Result):
 class ListResult(Result):
     sessions: list[SessionInfo]
     trunks: list[TrunkInfo] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestsResult(Result):
+    """Open ones first, the oldest first; then those that ended, the latest first."""
+
+    requests: list[RequestInfo]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -805,6 +853,7 @@ OPERATIONS: dict[str, Operation] = {
         Operation(ReadTokens, TokensResult),
         Operation(Info, InfoResult),
         Operation(List, ListResult),
+        Operation(Requests, RequestsResult),
         Operation(Close, CloseResult, changes=True),
         Operation(Cancel, CancelResult),
         Operation(Score, ScoreResult, changes=True),

@@ -35,6 +35,9 @@ from stateroom.client.protocol import (
     OpenResult,
     Progress,
     Request,
+    RequestInfo,
+    Requests,
+    RequestsResult,
     Restore,
     Result,
     SessionClass,
@@ -62,6 +65,7 @@ R = TypeVar("R", bound=Result)
 Infos = list[SessionInfo]
 Trunks = list[TrunkInfo]
 SnapshotInfos = list[SnapshotInfo]
+RequestInfos = list[RequestInfo]
 Sessions = list[Session]
 
 
@@ -235,13 +239,26 @@ class Room:
         """Takes back what this app published under that name. What was forked from it stays."""
         return self.call(Unpublish(name=name), CloseResult)
 
-    def trunks(self) -> Trunks:
-        """What this app has published."""
-        return self.call(List(), ListResult).trunks
+    def trunks(self, *, everyone: bool = False) -> Trunks:
+        """What this app has published; with `everyone`, what all apps have that this one may see."""
+        return self.call(List(everyone=everyone), ListResult).trunks
 
-    def list(self) -> Infos:
-        """This app's sessions."""
-        return self.call(List(), ListResult).sessions
+    def list(self, *, everyone: bool = False) -> Infos:
+        """This app's sessions; with `everyone`, those of all apps that this one may see.
+
+        Over the daemon's local socket that is every app; with a key, those that came with the same.
+        """
+        return self.call(List(everyone=everyone), ListResult).sessions
+
+    def requests(self, session: str | None = None, *, everyone: bool = False) -> RequestInfos:
+        """This app's requests, or of a session those: what they do or wait for, and the last that ended.
+
+        `everyone` is as for `list`.
+
+        Raises:
+            NotFound: this app has, or may see, no such session.
+        """
+        return self.call(Requests(session=session, everyone=everyone), RequestsResult).requests
 
     def cancel(self, session: str) -> bool:
         """Ends the request that runs on a session, by its name or id; False if none did."""

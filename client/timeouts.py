@@ -15,7 +15,7 @@ CANCEL_TIMEOUT_S = 60.0  # one token or one prefill chunk, on a slow CPU
 _CALLS = frozenset(
     {
         "hello", "info", "list", "close", "cancel", "stats", "tokens", "unload", "unpublish", "lease",
-        "snapshots", "forget",
+        "snapshots", "forget", "requests",
     }
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ was opened it tells to `pending`, from where it is written (`keeper`); `restore`
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from stateroom.client.errors import Capacity, Exists, NotFound
@@ -208,17 +208,18 @@ class Catalog:
         """How many are published."""
         return len(self._published)
 
-    def trunks_of(self, owner: str) -> list[TrunkInfo]:
-        """What an owner has published."""
+    def trunks_of(self, sees: Callable[[str], bool]) -> list[TrunkInfo]:
+        """What was published by owners that may be seen."""
         now_s = self._clock()
         made = []
         for (of, name), trunk in self._published.items():
-            if of == owner and trunk.state is SessionState.IDLE:
+            if trunk.state is SessionState.IDLE and sees(of):
                 private_bytes, shared_bytes = self.split(trunk)
                 made.append(
                     TrunkInfo(
                         name=name,
                         trunk=trunk.id,
+                        owner=of,
                         model=trunk.model,
                         length=trunk.length,
                         tier=trunk.tier,
@@ -340,13 +341,22 @@ class Catalog:
             and now_s - session.used_s >= session.ttl_s
         ]
 
-    def listed(self, owner: str) -> list[tuple[Session, dict[str, Any]]]:
-        """Each of an owner's sessions with its `info` in wire form.
+    def listed(self, sees: Callable[[str], bool]) -> list[tuple[Session, dict[str, Any]]]:
+        """Each session with its `info` in wire form, of owners that may be seen.
 
         There may be thousands, and nothing else is done meanwhile: this way takes a quarter of the time.
         """
         now_s = self._clock()
-        kinds_of = {id(s.kinds): s.kinds for s in self.owned(owner)}
+        owners: dict[str, bool] = {}
+        sessions = [
+            session
+            for session in self._sessions.values()
+            if session.published_as is None
+            and (
+                owners[owner] if (owner := session.owner) in owners else owners.setdefault(owner, sees(owner))
+            )
+        ]
+        kinds_of = {id(s.kinds): s.kinds for s in sessions}
         kinds = {known: to_wire(each) for known, each in kinds_of.items()}
         published = self._names_published()
         return [
@@ -360,7 +370,7 @@ class Catalog:
                     kinds[id(session.kinds)],
                 ),
             )
-            for session in self.owned(owner)
+            for session in sessions
         ]
 
     def info(self, session: Session) -> SessionInfo:

@@ -1,13 +1,12 @@
 """Where clients' messages arrive: parsed, admitted, answered on the spot or handed to `Work`.
 
-`hello`, `list`, `info`, `stats`, `cancel` and `watch` are answered from the catalog and never wait for an
-engine.
+`hello`, `list`, `requests`, `info`, `stats`, `cancel` and `watch` are answered from the catalog (`view`) and
+never wait for an engine.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -51,21 +50,19 @@ from stateroom.client.protocol import (
     ParkResult,
     Prefill,
     Request,
+    Requests,
     Restore,
     Save,
     ServerLimits,
-    SessionInfo,
     SessionRequest,
     Snapshots,
     Stats,
-    StatsResult,
     Sync,
     Unload,
     Unpublish,
     Verify,
     Watch,
 )
-from stateroom.client.wire import PlainResult, to_wire
 from stateroom.daemon.archive import Archive
 from stateroom.daemon.carriage import Carriage
 from stateroom.daemon.catalog import Catalog
@@ -79,15 +76,14 @@ from stateroom.daemon.requests import Parsed, Refused, parse, read_id
 from stateroom.daemon.session import Session
 from stateroom.daemon.shelf import Shelf
 from stateroom.daemon.supervisor import Supervisor
-from stateroom.daemon.tickets import Ticket, Tickets
+from stateroom.daemon.tickets import AT_ONCE, Ticket, Tickets
+from stateroom.daemon.view import View
 from stateroom.daemon.watchers import Watchers
 from stateroom.daemon.work import Work
 
 SERVER = "stateroom"
 RETRY_AFTER_S = 1.0
 ON_DISK = (Park, Save, Restore, Export, Import)  # of no use without a state directory
-# Answered before the next message is read, so not counted.
-AT_ONCE = (Hello, List, Info, Stats, Cancel, Snapshots, Forget)
 
 
 class Desk:
@@ -101,6 +97,7 @@ class Desk:
         supervisor: Supervisor,
         work: Work,
         watchers: Watchers,
+        view: View,
         shelf: Shelf,
         archive: Archive,
         carriage: Carriage | None,
@@ -108,11 +105,11 @@ class Desk:
         log: FilteringBoundLogger,
     ) -> None:
         self._peers, self._tickets, self._catalog = peers, tickets, catalog
-        self._supervisor, self._work, self._watchers = supervisor, work, watchers
+        self._supervisor, self._work = supervisor, work
+        self._watchers, self._view = watchers, view
         self._shelf, self._archive, self._carriage = shelf, archive, carriage
         self._metrics, self._log = metrics, log
         self.admitting = True
-        self.more_gauges: list[Callable[[], dict[str, float]]] = []  # of parts that only some daemons have
 
     def receive(
         self, routing_id: bytes, descriptor: int, frames: list[bytes], guest: Guest | None = None
@@ -216,9 +213,11 @@ class Desk:
         if isinstance(request, Hello):
             self._hello(ticket, peer, request)
         elif isinstance(request, List):
-            self._tickets.reply(ticket, self._list(peer.app))
+            self._tickets.reply(ticket, self._view.sessions(peer, request))
+        elif isinstance(request, Requests):
+            self._tickets.reply(ticket, self._view.requests(peer, request))
         elif isinstance(request, Stats):
-            self._tickets.reply(ticket, self.stats(peer.app))
+            self._tickets.reply(ticket, self._view.stats(peer.app))
         elif isinstance(request, Cancel):
             self._cancel(ticket, peer, request)
         elif isinstance(request, Watch):
@@ -244,7 +243,7 @@ class Desk:
             session = self._catalog.find(peer.app, request.session or "")
             if isinstance(request, Info):
                 ticket.session = session
-                self._tickets.reply(ticket, InfoResult(info=self._info(session)))
+                self._tickets.reply(ticket, InfoResult(info=self._view.info(session)))
             elif isinstance(request, Lease):
                 ticket.session = session
                 self._tickets.reply(
@@ -294,24 +293,6 @@ class Desk:
             raise NotFound(str(error), field="speculate.model") from None
         return replace(request, speculate=replace(asked, model=spec))
 
-    def _list(self, owner: str) -> PlainResult:
-        listed = self._catalog.listed(owner)
-        for session, info in listed:
-            if self._queued(session):
-                info["state"] = "queued"
-        trunks = [to_wire(trunk) for trunk in self._catalog.trunks_of(owner)]
-        return PlainResult({"sessions": [info for _, info in listed], "trunks": trunks})
-
-    def _info(self, session: Session) -> SessionInfo:
-        info = self._catalog.info(session)
-        return replace(info, state="queued") if self._queued(session) else info
-
-    def _queued(self, session: Session) -> bool:
-        if session.running is None:
-            return False
-        running = self._tickets.get(session.running)
-        return running is not None and running.state is RequestState.HELD
-
     def _hello(self, ticket: Ticket, peer: Peer, request: Hello) -> None:
         if request.app is not None:
             peer.call_itself(request.app)
@@ -322,19 +303,10 @@ class Desk:
             version=_version(),
             protocol=list(SUPPORTED_VERSIONS),
             app=peer.app,
-            models=self._models(),
+            models=self._view.models(),
             limits=ServerLimits(),
         )
         self._tickets.reply(ticket, body)
-
-    def _models(self) -> list[ModelInfo]:
-        """Those that can be opened, and those opened by their path, which nothing else lists."""
-        specs = self._shelf.all()
-        engines = {spec.id: self._supervisor.known(spec.id) for spec in specs}
-        engines |= {engine.id: engine for engine in self._supervisor.engines}
-        return [
-            engine.info if engine else ModelInfo(id=name, loaded=False) for name, engine in engines.items()
-        ]
 
     def _cancel(self, ticket: Ticket, peer: Peer, request: Cancel) -> None:
         if request.session is not None:
@@ -363,39 +335,6 @@ class Desk:
             self._tickets.reply(ticket, ModelResult(model=info))
         else:
             self._work.unload(ticket, engine)
-
-    def figures(self) -> StatsResult:
-        """As `stats`, of everybody: for whoever runs the daemon."""
-        return self.stats(None)
-
-    def stats(self, owner: str | None) -> StatsResult:
-        """Counters since start, gauges of now. Of what is told by owner: this one's; None: everybody's."""
-        lasting = [ticket for ticket in self._tickets if not isinstance(ticket.request, AT_ONCE)]
-        held = sum(ticket.state is RequestState.HELD for ticket in lasting)
-        sessions = [session for session in self._catalog if session.published_as is None]
-        parts, own_bytes = self._catalog.parts, sum(session.own_bytes for session in self._catalog)
-        gauges: dict[str, float] = {
-            "clients": len(self._peers),
-            "requests_open": len(lasting),
-            "running": len(lasting) - held - len(self._watchers),
-            "queued": held,
-            "watchers": len(self._watchers),
-            "sessions": len(sessions),
-            "sessions_resident": sum(session.resident for session in sessions),
-            "quarantined": sum(session.quarantined is not None for session in sessions),
-            "tokens": sum(session.length for session in sessions),
-            "published": self._catalog.trunks,
-            "kv_private_bytes": own_bytes + parts.private_bytes,
-            "kv_shared_bytes": parts.shared_bytes,
-            "trunks": parts.trunks,
-            "trunk_bytes": parts.trunk_bytes,
-            **self._archive.snapshots.gauges(),
-            "engines_ready": sum(engine.ready for engine in self._supervisor.engines),
-        }
-        for more in self.more_gauges:
-            gauges |= more()
-        models = [engine.health(owner) for engine in self._supervisor.engines]
-        return StatsResult(counters=self._metrics.counters(), gauges=gauges, models=models)
 
 
 def _parked(session: Session) -> ParkResult:

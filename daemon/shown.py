@@ -1,14 +1,15 @@
-"""A session as `info` and `list` show it. Pure."""
+"""Sessions as `info` and `list` show them, and requests as `requests` does. Pure."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from stateroom.client.protocol import SessionInfo
-from stateroom.daemon.lifecycle import SessionState
+from stateroom.client.protocol import RequestInfo, SessionInfo, Waiting
+from stateroom.daemon.lifecycle import RequestState, SessionState
 
 if TYPE_CHECKING:
     from stateroom.daemon.session import Session
+    from stateroom.daemon.tickets import Ticket
 
 STATES = {
     SessionState.OPENING: "running",
@@ -18,6 +19,14 @@ STATES = {
     SessionState.ENDING: "running",
     SessionState.CLOSING: "running",
     SessionState.CLOSED: "idle",
+}
+PROGRESS: dict[RequestState, Literal["queued", "running", "ending", "done"]] = {
+    RequestState.HELD: "queued",
+    RequestState.SENT: "running",
+    RequestState.CANCELLING: "ending",
+    RequestState.CUT: "ending",
+    RequestState.ORPHANED: "ending",
+    RequestState.DONE: "done",
 }
 
 
@@ -88,3 +97,30 @@ def plain(
     if session.running_op is not None:
         made["running"] = session.running_op
     return made
+
+
+def request_shown(ticket: Ticket, now_s: float, waiting: Waiting | None = None) -> RequestInfo:
+    """A request that hasn't ended, or is just ending."""
+    session = ticket.session
+    return RequestInfo(
+        rid=ticket.rid,
+        op=ticket.op,
+        owner=ticket.owner,
+        client=ticket.client or None,
+        id=ticket.id,
+        session=None if session is None else session.id,
+        model=ticket.model or (None if session is None else session.model),
+        state=PROGRESS[ticket.state],
+        waiting=waiting,
+        done=ticket.done,
+        total=ticket.total,
+        tokens_per_s=_rate(ticket, now_s) if ticket.state is RequestState.SENT else 0.0,
+        age_s=now_s - ticket.started_s,
+    )
+
+
+def _rate(ticket: Ticket, now_s: float) -> float:
+    """Tokens a second of a stream, those that came first not among them: they took the wait before."""
+    if ticket.first_s is None or now_s <= ticket.first_s:
+        return 0.0
+    return (ticket.done - ticket.first) / (now_s - ticket.first_s)

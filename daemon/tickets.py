@@ -7,8 +7,9 @@ request's table first, so that a second final reply is an `IllegalEvent`, not a 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from structlog.typing import FilteringBoundLogger
 
@@ -16,14 +17,25 @@ from stateroom.client.errors import SlowConsumer, StateroomError
 from stateroom.client.protocol import (
     OPERATIONS,
     Body,
+    Cancel,
+    Decode,
     DecodeResult,
     ErrorBody,
+    Forget,
+    Hello,
+    Info,
     LengthResult,
+    List,
     OpenResult,
+    Progress,
     Reply,
     Request,
+    RequestInfo,
+    Requests,
     Result,
     SessionRequest,
+    Snapshots,
+    Stats,
     TokenEvent,
     Verify,
 )
@@ -36,9 +48,13 @@ from stateroom.daemon.peers import Peer, Peers
 from stateroom.daemon.quotas import Quotas
 from stateroom.daemon.requests import loggable
 from stateroom.daemon.session import Session
+from stateroom.daemon.shown import request_shown
 
 SESSION_SHOWN = 8  # characters of a session id in the log: enough to follow it, too few to use it
 REFUSALS_LOGGED_PER_S = 20  # of frames that never became a request: a broken client must not fill the disk
+RECENT_MAX = 256  # requests that ended, remembered for `requests`
+# Answered before the next message is read, so not counted, nor remembered.
+AT_ONCE = (Hello, List, Requests, Info, Stats, Cancel, Snapshots, Forget)
 MUTE = (RequestState.CUT, RequestState.ORPHANED)  # nobody hears their replies but the last
 
 
@@ -68,6 +84,11 @@ class Ticket:
     resumes: int = 0  # how often its worker died and it went to the next
     texts: list[str] = field(default_factory=list)  # of a stream: what its client was told
     account: str = ""  # the owner that it was counted for; "": the broker's own isn't
+    client: str = ""  # what that calls itself
+    done: int = 0  # of `total` tokens to compute or draw, as far as it is known
+    total: int = 0
+    first: int = 0  # `done` with the first tokens that were drawn, and when that was
+    first_s: float | None = None
 
     @property
     def looks(self) -> bool:
@@ -94,9 +115,19 @@ class Ticket:
     def advance(self, event: RequestEvent) -> None:
         self.state = after(REQUESTS, self.state, event)
 
+    def drew(self, done: int, now_s: float) -> None:
+        """A decode has drawn so many tokens by now."""
+        if done and (self.first_s is None or done < self.first):
+            self.first, self.first_s = done, now_s
+        self.done = done
+
 
 class Tickets:
-    """All open requests by the broker's own number. `on_overflow(peer)`: it does not read its streams."""
+    """All open requests by the broker's own number. `on_overflow(peer)`: it does not read its streams.
+
+    Attributes:
+        recent: those that ended last, the latest first, and when each arrived.
+    """
 
     def __init__(
         self,
@@ -115,6 +146,7 @@ class Tickets:
         self._refusals = Rate(clock, REFUSALS_LOGGED_PER_S)
         self._rids = itertools.count(1)
         self._open: dict[int, Ticket] = {}
+        self.recent: deque[tuple[float, RequestInfo]] = deque(maxlen=RECENT_MAX)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -133,6 +165,8 @@ class Tickets:
             peer=peer,
             owner=peer.app,
             account=peer.app,
+            client=peer.client,
+            total=request.max_tokens if isinstance(request, Decode) else 0,
             id=request_id,
             delimited=delimited,
             started_s=self._clock(),
@@ -173,7 +207,9 @@ class Tickets:
         elif before in MUTE:
             return
         elif isinstance(body, TokenEvent):
-            self._time(ticket)
+            self._time(ticket, len(body.tokens))
+        elif isinstance(body, Progress):
+            ticket.done, ticket.total = body.done, body.total
         if ticket.peer is None or before is RequestState.ORPHANED:
             return
         frame = encode_reply(Reply(id=ticket.id, seq=ticket.seq, body=body))
@@ -183,8 +219,9 @@ class Tickets:
         else:
             self._on_overflow(ticket.peer)
 
-    def _time(self, ticket: Ticket) -> None:
+    def _time(self, ticket: Ticket, tokens: int) -> None:
         now_s, timings = self._clock(), self._metrics.timings
+        ticket.drew(ticket.done + tokens, now_s)
         if ticket.told_s is None:
             timings.first_token.add(now_s - ticket.started_s)
         else:
@@ -208,6 +245,7 @@ class Tickets:
         self._metrics.count("replies")
         self._metrics.request(op or "none", error.code)
         passes, unlogged = self._refusals.passes()
+        self._metrics.count("log_lines_withheld", not passes)
         if passes:
             self._log.info(
                 "request",
@@ -232,6 +270,7 @@ class Tickets:
         code: str = body.code if isinstance(body, ErrorBody) else "ok"
         if ticket.peer is None and ticket.id is not None:
             code = "gone"  # its client went away before the end
+        self._remember(ticket, body, code)
         if ticket.id is None:
             self._metrics.count(f"own.{ticket.op}.{code}")  # nobody asked for it
         else:
@@ -251,14 +290,25 @@ class Tickets:
             said["answered"] = body_to_wire(body)
         self._log.info("request", **said)
 
+    def _remember(self, ticket: Ticket, body: Body, code: str) -> None:
+        if isinstance(ticket.request, AT_ONCE):
+            return
+        now_s = self._clock()
+        if isinstance(body, DecodeResult):
+            ticket.done = body.usage.decoded
+        elif isinstance(body, OpenResult | LengthResult) and body.receipt is not None:
+            ticket.done = body.receipt.prefilled
+            ticket.total = max(ticket.total, ticket.done)
+        ended = replace(request_shown(ticket, now_s), ms=(now_s - ticket.started_s) * 1000, code=code)
+        self.recent.appendleft((ticket.started_s, ended))
+
     def _count_tokens(self, body: Body) -> None:
         if isinstance(body, DecodeResult):
             self._metrics.count("tokens_decoded", body.usage.decoded)
             self._metrics.timings.queue.add(body.usage.queue_ms / 1000)
             self._metrics.count("tokens_prefilled", body.usage.prefilled)
         elif isinstance(body, OpenResult | LengthResult) and body.receipt is not None:
-            self._metrics.count("tokens_prefilled", body.receipt.prefilled)
-            self._metrics.count("tokens_reused", body.receipt.reused)
+            self._metrics.receipt(body.receipt)
 
 
 def _slow_consumer(ticket: Ticket) -> ErrorBody:

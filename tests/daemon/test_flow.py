@@ -93,7 +93,7 @@ def test_a_vanished_client_is_cancelled_and_its_session_stays(rig: Rig, op: str)
     rig.until(lambda broker: broker.catalog.find("app", session).running is not None)
     client.close()
     began = time.monotonic()
-    rig.until(lambda broker: broker.desk.stats("").gauges["running"] == 0)
+    rig.until(lambda broker: broker.view.stats("").gauges["running"] == 0)
     assert time.monotonic() - began < 1.0
     assert other.ask("info", session=session)["state"] == "idle"
     held = rig.look(lambda broker: broker.catalog.find("app", session).tokens.tolist())
@@ -158,14 +158,14 @@ def test_killed_clients_leave_nothing_running(rig: Rig) -> None:
         for process in crowd:
             assert process.stdout is not None
             assert process.stdout.readline() == b"running\n"
-        rig.until(lambda broker: broker.desk.stats("").gauges["requests_open"] == 50)
+        rig.until(lambda broker: broker.view.stats("").gauges["requests_open"] == 50)
     finally:
         for process in crowd:
             process.kill()
     began = time.monotonic()
     rig.until(lambda broker: len(broker.peers) == 0)
     assert time.monotonic() - began < 1.0
-    rig.until(lambda broker: broker.desk.stats("").gauges["requests_open"] == 0, 2.0)
+    rig.until(lambda broker: broker.view.stats("").gauges["requests_open"] == 0, 2.0)
     for process in crowd:
         process.communicate()
     client = rig.client("crowd")

@@ -129,7 +129,7 @@ def test_a_client_that_leaves_its_read_behind_leaves_nothing(start_broker: Start
         client.send("tokens", session=session)
         rig.until(lambda broker: len(broker.tickets) > 0)
         client.close()
-        rig.until(lambda broker: broker.desk.stats("").gauges["clients"] == 0)
+        rig.until(lambda broker: broker.view.stats("").gauges["clients"] == 0)
     finally:
         os.kill(pid, signal.SIGCONT)
     rig.until(lambda broker: len(broker.tickets) == 0)

@@ -40,6 +40,7 @@ BY_SESSION: dict[str, dict[str, Any]] = {
     "park": {},
     "save": {"snapshot": "mine"},
     "verify": {},
+    "requests": {},
 }
 BY_SNAPSHOT: dict[str, dict[str, Any]] = {"restore": {}, "forget": {}, "export": {}}
 WITHOUT = {"hello", "open", "list", "snapshots", "stats", "watch", "load", "unload", "import", "unpublish"}

@@ -36,6 +36,7 @@ from stateroom.client.protocol import (
     ModelInfo,
     Progress,
     Receipt,
+    RequestInfo,
     Sampling,
     ServerLimits,
     SessionInfo,
@@ -64,6 +65,7 @@ TOLD = {
     "model": ModelInfo,
     "limits": ServerLimits,
     "session": SessionInfo,
+    "request": RequestInfo,
     "trunk": TrunkInfo,
     "snapshot": SnapshotInfo,
 }

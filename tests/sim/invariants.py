@@ -9,7 +9,7 @@ from tests.sim.clients import Client
 from tests.sim.language import POISON, continuation
 from tests.sim.must import must
 
-from stateroom.client.protocol import Body, Cancel, Decode, ErrorBody, Hello, Info, List, Stats
+from stateroom.client.protocol import Body, Cancel, Decode, ErrorBody, Hello, Info, List, Requests, Stats
 from stateroom.client.wire import decode_map
 from stateroom.daemon import desk, peers
 from stateroom.daemon.lifecycle import EngineState, RequestState, SessionState
@@ -20,7 +20,7 @@ from stateroom.daemon.work import WITH_ENGINE
 if TYPE_CHECKING:
     from tests.sim.world import World
 
-AT_ONCE = (Hello, List, Info, Stats, Cancel)
+AT_ONCE = (Hello, List, Requests, Info, Stats, Cancel)
 OWN_MAX = 2  # tickets of the broker's own for each session: an adoption and a close
 END_S = 8.0  # within which a request that was told to end has ended; a worker that hangs is ended after 5
 ENDING = (RequestState.CANCELLING, RequestState.CUT, RequestState.ORPHANED)

@@ -82,6 +82,8 @@ def good_arguments(op: str, session: str) -> dict[str, Any]:
         "unload": {"model": "none"},
         "tokens": {"session": session},
         "info": {"session": session},
+        "list": {"everyone": True},
+        "requests": {"session": session, "everyone": False},
         "close": {"session": session},
         "publish": {"session": session, "as": "x"},
         "unpublish": {"as": "x"},
