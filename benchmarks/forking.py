@@ -49,7 +49,7 @@ def measure(path: str, tokens: int, forks: int, calls: int) -> dict[str, list[fl
     loaded = load(path)
 
     def engine(emit: Any) -> Engine:
-        return Engine(loaded, clock_ms=lambda: time.monotonic() * 1000.0, emit=emit, report=lambda _: "")
+        return Engine(loaded, clock_ms=lambda: time.monotonic() * 1000.0, emit=emit, report=lambda *_: "")
 
     direct = Direct(engine)
     direct.ask(Open(tokens=[i % loaded.vocab for i in range(tokens)]), PARENT)

@@ -20,7 +20,7 @@ OURS, TRACED, STEPPED, CONCATENATED = "ours", "ours, traced", "KVCache", "Concat
 
 def prepare(loaded: LoadedModel) -> None:
     """Makes of the model what the engine makes of it. mlx-lm's caches are to be measured without."""
-    Engine(loaded, clock_ms=lambda: 0.0, emit=lambda _: None, report=lambda _: "")
+    Engine(loaded, clock_ms=lambda: 0.0, emit=lambda _: None, report=lambda *_: "")
 
 
 def measure(loaded: LoadedModel, kinds: list[str], prompt: int, steps: int) -> dict[str, Any]:

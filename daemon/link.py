@@ -130,10 +130,18 @@ class Budget:
     most: int = 0
 
 
-ToWorker = Command | Adopt | CancelCommand | Stop | Discard | Budget
+@dataclass(frozen=True)
+class Recall:
+    """What is remembered of a request, for `trace`. Answered by `Recorded`, between two steps."""
+
+    rid: int
+
+
+ToWorker = Command | Adopt | CancelCommand | Stop | Discard | Budget | Recall
 
 
 # ---------------------------------------------------------------- worker → broker
+
 
 
 @dataclass(frozen=True)
@@ -236,13 +244,32 @@ class Pulse:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """What took a request's time, or a moment of it (0 ms). Milliseconds of the machine's monotonic clock."""
+
+    name: str
+    start_ms: float
+    ms: float
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """In the order of time. `dropped`: how many, at the least, aren't there any more, or were too many."""
+
+    rid: int
+    marks: list[Mark]
+    dropped: int = 0
+
+
+@dataclass(frozen=True)
 class Journals:
     """What changed in sessions without a request of their own."""
 
     changes: list[Journal]
 
 
-FromWorker = Answer | Journals | Ready | Failed | Pulse | Shelved | Within | Short
+FromWorker = Answer | Journals | Ready | Failed | Pulse | Shelved | Within | Short | Recorded
 
 
 # ---------------------------------------------------------------- frames
@@ -266,10 +293,10 @@ def encode_to_worker(message: ToWorker) -> bytes:
 
 
 _TO_WORKER: dict[str, type[Any]] = {
-    each.__name__: each for each in (Adopt, CancelCommand, Stop, Discard, Budget)
+    each.__name__: each for each in (Adopt, CancelCommand, Stop, Discard, Budget, Recall)
 }
 _FROM_WORKER: dict[str, type[Any]] = {
-    each.__name__: each for each in (Journals, Ready, Failed, Pulse, Shelved, Within, Short)
+    each.__name__: each for each in (Journals, Ready, Failed, Pulse, Shelved, Within, Short, Recorded)
 }
 
 

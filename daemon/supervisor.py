@@ -452,6 +452,8 @@ class Supervisor:
             made += ["--weight", f"{app}={weight:g}"]
         if config.rows_max != BATCH_MAX:
             made += ["--rows-max", str(config.rows_max)]
+        if not config.record:
+            made += ["--no-record"]
         return made
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -78,6 +78,8 @@ class Commands:
 
     def _take(self, command: Command | Adopt) -> None:
         rid, session = command.rid, self.engine.sessions.get(command.session or "")
+        op = "adopt" if isinstance(command, Adopt) else command.request.op
+        self.engine.recorder.taken(rid, op, self.engine.clock_ms())
         if not _picked(command):
             self.engine.touch(session)
         again, give_up = partial(self._carry_out, command), partial(self._give_up, command)

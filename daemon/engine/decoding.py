@@ -77,6 +77,7 @@ class Decoding:
 
     def begin(self, stream: Stream) -> None:
         self._engine.requests[stream.rid] = self.parked[stream.rid] = stream
+        self._engine.recorder.wait(stream.rid, "turn", self._engine.clock_ms())
         session = stream.session
         self._engine.schedule.add(Job(stream.rid, session.owner, "stream", session.background))
 
@@ -90,8 +91,11 @@ class Decoding:
             self._take_out(stream)
             if rid in self._engine.requests:
                 self.parked[rid] = stream
+                why = "yielded" if stream.session.background else "turn"
+                self._engine.recorder.wait(rid, why, self._engine.clock_ms())
         for rid in plan.admit:
             stream = self.parked.pop(rid)
+            self._engine.recorder.go(rid, self._engine.clock_ms())
             if not stream.launched and not stream.computed:
                 stream.started_ms = self._engine.clock_ms()  # until now it was in the queue
             self.joining.append(stream)
@@ -187,7 +191,7 @@ class Decoding:
             try:
                 batch.arrange()
             except Exception as error:  # they go on as they stand
-                self._engine.report(error)
+                self._engine.report(error, *(stream.rid for stream in batch.members))
         batch.launch(self.rounds, self._engine.clock_ms())
         self.launched += [stream.rid for stream in batch.members]
 
@@ -202,13 +206,14 @@ class Decoding:
             return
         batch.landing = flight
         landed = flight.read()
-        self._measure(flight)
+        now_ms = self._measure(flight)
         self.steps += 1
         ended = []
-        taken = []
+        rids, taken = [], []
         for stream, brought in zip(flight.members, landed, strict=True):
             if stream.has_ended():
                 continue  # it ended a step ago; this draw was one too many
+            rids.append(stream.rid)
             taken.append(self._take(stream, brought))
             if stream.has_ended():
                 ended.append((stream, False))
@@ -217,6 +222,7 @@ class Decoding:
             elif not brought.finite:
                 stream.finish = "cancelled"
                 ended.append((stream, True))
+        self._record(batch, flight, tuple(rids), taken, now_ms)
         if flight.guesses:
             batch.end_round(taken)
         batch.leave([stream for stream, _ in ended if stream in batch.members])
@@ -245,13 +251,30 @@ class Decoding:
             self._engine.emit(Journals([self._engine.journal(stream.session, untold)]))
         return len(event.tokens)
 
-    def _measure(self, flight: Flight) -> None:
-        """Steps and quanta take turns on the device: what lies between two ends is the second one's."""
+    def _record(
+        self, batch: Batch, flight: Flight, rids: tuple[int, ...], taken: list[int], now_ms: float
+    ) -> None:
+        """`rids`: of the rows that took what was drawn, and so many tokens of it each."""
+        recorder, began_ms = self._engine.recorder, flight.launched_ms
+        if flight.guesses:
+            guesses = {s.rid: len(g.tokens) for s, g in zip(flight.members, flight.guesses, strict=True)}
+            recorder.stepped(id(batch), rids, began_ms, now_ms, taken, [guesses[rid] for rid in rids])
+        elif sum(taken) == len(taken):
+            recorder.stepped(id(batch), rids, began_ms, now_ms)
+        else:
+            recorder.stepped(id(batch), rids, began_ms, now_ms, taken)
+
+    def _measure(self, flight: Flight) -> float:
+        """Steps and quanta take turns on the device: what lies between two ends is the second one's.
+
+        When this one ended, which is now.
+        """
         now_ms, prefilled = self._engine.clock_ms(), self._engine.filling.tokens
         if prefilled == self._prefilled:
             began_ms = max(self._landed_ms, flight.launched_ms)
             self.rounds.measured(flight.members, flight.width, now_ms - began_ms)
         self._landed_ms, self._prefilled = now_ms, prefilled
+        return now_ms
 
     def _finish_stream(self, stream: Stream) -> None:
         self._close_stream(stream)

@@ -23,7 +23,7 @@ from stateroom.caches.stored_rows import SHARED_MIN
 from stateroom.caches.trunk import Trunk
 from stateroom.client.errors import Internal, StateroomError, Unsupported
 from stateroom.client.limits import BATCH_MAX
-from stateroom.client.protocol import Body, KindCaps, LengthResult, Receipt
+from stateroom.client.protocol import Body, ErrorBody, KindCaps, LengthResult, Receipt, Result
 from stateroom.daemon.engine.blas_threads import BlasThreads
 from stateroom.daemon.engine.conservation import Conservation
 from stateroom.daemon.engine.cpu_forms import use_forms
@@ -36,6 +36,7 @@ from stateroom.daemon.engine.ladder import Ladder
 from stateroom.daemon.engine.memory import Memory
 from stateroom.daemon.engine.model import LoadedModel, load
 from stateroom.daemon.engine.problem import ModelError
+from stateroom.daemon.engine.recorder import Recorder
 from stateroom.daemon.engine.session import Session
 from stateroom.daemon.engine.sharing import Sharing
 from stateroom.daemon.engine.speculation.drafter import FIELD, Drafter
@@ -54,12 +55,13 @@ class Engine:
         loaded: the model with its tokenizer.
         clock_ms: monotonic milliseconds.
         emit: takes every answer, and what else the broker should know, in order; on the engine's thread.
-        report: takes an exception that is a bug, and gives the incident's name for the log.
+        report: takes an exception that is a bug, and the rids that it befell; gives the incident's name.
         kv_budget_bytes: the most KV held at once; None: no limit.
         pace: sizes the prefill quanta.
         weights: of owners whose part of the device isn't 1.
         blas: switches BLAS threads between decode and prefill, on a CPU.
         load_drafter: loads a model that drafts, by what the broker calls it.
+        record: what happens to each request is remembered.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Engine:
         *,
         clock_ms: Callable[[], float],
         emit: Callable[[FromWorker], None],
-        report: Callable[[BaseException], str],
+        report: Callable[[BaseException, Sequence[int]], str],
         kv_budget_bytes: int | None = None,
         pace: Pace | None = None,
         weights: Mapping[str, float] | None = None,
@@ -76,11 +78,13 @@ class Engine:
         rows_max: int = BATCH_MAX,
         shared_min: int = SHARED_MIN,
         load_drafter: Callable[[str], LoadedModel] = load,
+        record: bool = True,
     ) -> None:
         self.loaded = loaded
         self.clock_ms = clock_ms
         self.emit = emit
-        self.report = report
+        self._report = report
+        self.recorder = Recorder(on=record)
         self.memory = Memory(self, kv_budget_bytes, self._checkpoints_dropped)
         self.blas = blas
         self.shared_min = shared_min  # tokens; a fork copies a shorter run
@@ -154,17 +158,24 @@ class Engine:
         """`born`: sessions that the request made besides its own."""
         told = [self.sessions.get(journal.session)] if journal is not None else []
         self.touch(*told, *born)
+        if isinstance(body, Result | ErrorBody):
+            code = body.code if isinstance(body, ErrorBody) else "ok"
+            self.recorder.answered(rid, code, self.clock_ms())
         journals = [self.journal(session, session.length) for session in born]
         self.emit(Answer(rid, body, journal, journals))
 
     def fail(self, rid: int, error: BaseException, journal: Journal | None = None) -> None:
         """The final answer of a request that ended in an exception."""
         if not isinstance(error, StateroomError):
-            incident = self.report(error)
+            incident = self.report(error, rid)
             error = Internal(
                 "The engine failed at this request; the log has the incident.", incident=incident
             )
         self.answer(rid, error.body(), journal)
+
+    def report(self, error: BaseException, *rids: int) -> str:
+        """Logs a bug, with the requests that it befell; gives the incident's name."""
+        return self._report(error, rids)
 
     def journal(self, session: Session, keep: int) -> Journal:
         """The session's tokens from `keep` on, what it holds, and its chat where that is news."""

@@ -83,6 +83,7 @@ class Fetching:
         fetch = _Fetch(fill, wanted, snapshot is not None)
         self._engine.requests[fill.rid] = fill
         self._waiting[fill.rid] = fetch
+        self._engine.recorder.wait(fill.rid, "disk", self._engine.clock_ms(), reads=True)
         self._disk.ask(lambda: self._disk.library.manifest(wanted), lambda found: self._found(fetch, found))
 
     @property
@@ -203,7 +204,7 @@ class Fetching:
         if known:
             self._disk.drop(fetch.fill.session)
         else:
-            self._engine.report(error)
+            self._engine.report(error, fetch.fill.rid)
         self._compute(fetch, f"the snapshot couldn't be used: {shelf.words(error)}")
 
     def _compute(self, fetch: _Fetch, why: str) -> None:

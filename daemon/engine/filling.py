@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from stateroom.daemon.engine.engine import Engine
 
 Work = Fill | Score | Verify
+NAMES: dict[type[Work], str] = {Fill: "prefill", Score: "score", Verify: "verify"}  # as `trace` calls a pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Quantum:
 
     pieces: Sequence[tuple[Work, int]]
     arrays: list[mx.array]
+    launched_ms: float
 
 
 @dataclass(slots=True)
@@ -56,6 +58,7 @@ class Filling:
         if work.cancelled or not work.to_compute:
             self._end_work(work)
         else:
+            self._engine.recorder.wait(work.rid, "turn", self._engine.clock_ms())
             self._engine.schedule.add(self._job(work))
 
     def _job(self, work: Work) -> Job:
@@ -110,14 +113,15 @@ class Filling:
             self._engine.schedule.spent(turn.plan, ms, rows=turn.rows, fed=turn.fed, steady=steady)
 
     def _launch(self, plan: Plan) -> None:
-        pieces = []
+        pieces, began_ms = [], self._engine.clock_ms()
         for rid, tokens in plan.quantum:
             if not self._engine.schedule.planned(plan, rid):
                 continue  # it ended since
             work = self.works[rid]
             try:
                 if work.started_ms is None:
-                    work.start(self._engine.clock_ms())
+                    self._engine.recorder.go(rid, began_ms)
+                    work.start(began_ms)
                     assert work.remaining == plan.jobs[rid].tokens
                 pieces.append((work, tokens))
             except Exception as error:
@@ -135,7 +139,7 @@ class Filling:
                 pieces = [(work, work.piece(tokens))]
                 arrays = work.launch(model, pieces[0][1])
             mx.async_eval(arrays)
-            self.quantum = Quantum(pieces, arrays)
+            self.quantum = Quantum(pieces, arrays, began_ms)
         except Exception as error:
             self._pass_failed(pieces, error)
 
@@ -159,6 +163,7 @@ class Filling:
         except Exception as error:
             self._pass_failed(quantum.pieces, error)
             return
+        self._record(quantum)
         for work, tokens in quantum.pieces:
             try:
                 work.landed(tokens, quantum.arrays)
@@ -174,6 +179,12 @@ class Filling:
                 self._engine.answer(work.rid, work.progressed())
             if work.done:
                 self._end_work(work)
+
+    def _record(self, quantum: Quantum) -> None:
+        rids = tuple(work.rid for work, _ in quantum.pieces)
+        tokens = [tokens for _, tokens in quantum.pieces]
+        name = NAMES[type(quantum.pieces[0][0])]
+        self._engine.recorder.quantum(name, rids, tokens, quantum.launched_ms, self._engine.clock_ms())
 
     def _tidy(self, fill: Fill) -> None:
         """Behind a quantum: checkpoints; behind the last, windows without what they needed for the others."""

@@ -92,7 +92,9 @@ class Ladder:
         if len(self._held) >= HELD_MAX:
             waiter.fail(refusal)
             return
-        self._held[waiter.rid] = _Held(waiter, refusal.bare(), self._engine.clock_ms())
+        now_ms = self._engine.clock_ms()
+        self._held[waiter.rid] = _Held(waiter, refusal.bare(), now_ms)
+        self._engine.recorder.wait(waiter.rid, "memory", now_ms, needed_bytes=refusal.needed_bytes)
         self._seen = None
         self.turn()
 

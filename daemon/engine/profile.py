@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -198,7 +198,7 @@ def name_of(session: int) -> str:
     return f"session-{session}"
 
 
-def report(error: BaseException) -> str:
+def report(error: BaseException, rids: Sequence[int] = ()) -> str:
     traceback.print_exception(error)
     return "on stderr"
 

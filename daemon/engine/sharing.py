@@ -109,6 +109,7 @@ class Sharing:
             fill.hoped = ahead.until
             self._engine.requests[fill.rid] = fill
             self._waiting[fill.rid] = ahead
+            self._engine.recorder.wait(fill.rid, "turn", self._engine.clock_ms(), shares=ahead.until)
             return
         loan = None
         if found is not None:

@@ -133,6 +133,7 @@ class Snapshots:
 
     def _hold(self, rid: int, session: Session) -> None:
         self._engine.requests[rid] = self._disk().shelvings[rid] = Shelving(rid, session)
+        self._engine.recorder.wait(rid, "disk", self._engine.clock_ms(), writes=True)
 
     def _release(self, rid: int) -> bool:
         """The session is free again; False when the request was answered already."""
@@ -153,6 +154,7 @@ class Snapshots:
             return found, tokens, chat
 
         self._open.add(command.rid)
+        self._engine.recorder.wait(command.rid, "disk", self._engine.clock_ms(), reads=True)
         disk.ask(read, partial(self._begun, command, request))
 
     def _begun(self, command: Command, request: p.Restore, found: Beginning | Exception) -> None:
@@ -226,6 +228,7 @@ class Snapshots:
             return kept_of(disk.library.entries[made.id])
 
         self._open.add(command.rid)
+        self._engine.recorder.wait(command.rid, "disk", self._engine.clock_ms(), writes=True)
         disk.change(read, partial(self._taken_in, command.rid, request))
 
     def _taken_in(self, rid: int, request: p.Import, kept: Kept | Exception) -> None:

@@ -33,6 +33,8 @@ from stateroom.daemon.link import (
     FromWorker,
     Pulse,
     Ready,
+    Recall,
+    Recorded,
     Stop,
     decode_to_worker,
     encode_from_worker,
@@ -98,8 +100,14 @@ class Worker:
                 return True
             if isinstance(message, Budget) and self.limits is not None:
                 self.limits.apply(message.nbytes)
-            self.commands.take(message)
+            if isinstance(message, Recall):
+                send(self.socket, self._recorded(message.rid))
+            else:
+                self.commands.take(message)
         return True
+
+    def _recorded(self, rid: int) -> Recorded:
+        return Recorded(rid, *self.engine.recorder.marks(rid, self.engine.clock_ms()))
 
     def _pulse(self) -> None:
         now = time.monotonic()
@@ -147,12 +155,13 @@ def orphaned(log: FilteringBoundLogger) -> None:
     os._exit(0)
 
 
-def reporter(log: FilteringBoundLogger) -> Callable[[BaseException], str]:
-    """Logs a bug with its stack and gives the incident's name."""
+def reporter(log: FilteringBoundLogger) -> Callable[[BaseException, Sequence[int]], str]:
+    """Logs a bug with its stack, and the requests that it befell; gives the incident's name."""
 
-    def report(error: BaseException) -> str:
+    def report(error: BaseException, rids: Sequence[int]) -> str:
         name = incident()
-        log.error("internal error", incident=name, exc_info=error)
+        befell: dict[str, object] = {"rid": rids[0]} if len(rids) == 1 else {"rids": list(rids) or None}
+        log.error("internal error", incident=name, **befell, exc_info=error)
         return name
 
     return report
@@ -167,12 +176,13 @@ def weights_of(given: Sequence[str]) -> dict[str, float]:
 def make_engine(
     loaded: LoadedModel,
     emit: Callable[[FromWorker], None],
-    report: Callable[[BaseException], str],
+    report: Callable[[BaseException, Sequence[int]], str],
     kv_budget: int | None,
     *,
     gap_ms: float | None = None,
     weights: Mapping[str, float] | None = None,
     rows_max: int = BATCH_MAX,
+    record: bool = True,
 ) -> Engine:
     """An engine for this device. `gap_ms`: of running streams; None: what is usual on it."""
     from stateroom.daemon.engine.engine import Engine
@@ -190,6 +200,7 @@ def make_engine(
         weights=weights,
         rows_max=rows_max,
         blas=blas,
+        record=record,
     )
     if blas is not None and not blas.pays(engine.trial_step()):
         blas.many()
@@ -198,7 +209,7 @@ def make_engine(
         try:
             engine.decoding.costs = measured(loaded.model, engine.schemes.dense.samples[0])
         except Exception as error:  # such as no memory: it goes by what is usual
-            report(error)
+            report(error, ())
     return engine
 
 
@@ -213,6 +224,7 @@ def main(
     gap_ms: Annotated[float | None, typer.Option()] = None,
     weight: Annotated[list[str] | None, typer.Option()] = None,
     rows_max: Annotated[int, typer.Option()] = BATCH_MAX,
+    record: Annotated[bool, typer.Option()] = True,
     log_format: Annotated[LogFormat, typer.Option("--log")] = "console",
     log_level: Annotated[str, typer.Option()] = "info",
 ) -> None:
@@ -243,6 +255,7 @@ def main(
             gap_ms=gap_ms,
             weights=weights_of(weight or []),
             rows_max=rows_max,
+            record=record,
         )
         snapshots = begin(engine, state, disk_bytes, disk_free)
     except Exception as error:

@@ -96,7 +96,7 @@ class Bench:
             self.engine.disk.files.close()
             self.engine.disk.library.close()
 
-    def _report(self, error: BaseException) -> str:
+    def _report(self, error: BaseException, rids: Sequence[int] = ()) -> str:
         self.incidents.append(error)
         return "incident"
 

@@ -1,0 +1,257 @@
+"""What happened to each request in this worker, remembered for a while: what `trace` tells. Pure.
+
+A ring of the last events, for all requests together. A step is no event: those that the same rows took one
+after the other are one, with their number, until something else happened. So a step costs the recorder one
+look at what it has open, however many rows took it.
+
+The device does one thing at a time, so what lies between two ends is the second one's. What a request spent
+behind steps and quanta that were not its own is worked out when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from stateroom.daemon.link import Mark
+
+EVENTS_MAX = 16_384  # remembered; about 5 MiB, looked through in a few milliseconds
+STEPS_MAX = 256  # told as one event, so that a long stream shows where it was slow
+PAUSE_MS = 20.0  # between two steps: longer, and they are told as two events
+OPEN_MAX = 64  # runs of steps; there are as many as batches, and some of batches that were
+MARKS_MAX = 1_000  # told of one request: its first and its last
+OTHERS_MIN_MS = 0.1  # behind others: less isn't told
+TAKEN, ANSWERED, OTHERS, NOW = "taken", "answered", "others", "now"
+WORK = ("prefill", "score", "verify", "decode", "rounds")  # of the device
+
+
+class Event(NamedTuple):
+    """`tokens`: of each of the rids, where they differ. `guesses`: likewise, where there were any."""
+
+    rids: tuple[int, ...]
+    name: str
+    start_ms: float
+    end_ms: float
+    details: dict[str, Any]
+    tokens: Sequence[int] = ()
+    guesses: Sequence[int] = ()
+
+    def mark(self, rid: int) -> Mark:
+        details = dict(self.details)
+        if self.tokens:
+            details["tokens"] = self.tokens[self.rids.index(rid)]
+        if self.guesses:
+            details["guesses"] = self.guesses[self.rids.index(rid)]
+        return Mark(self.name, self.start_ms, self.end_ms - self.start_ms, details)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Steps of the same rows, one after the other."""
+
+    rids: tuple[int, ...]
+    start_ms: float
+    end_ms: float
+    steps: int
+    busy_ms: float
+    most_ms: float
+    tokens: list[int] | None = None  # of each row, where not every step brought each just one
+    guesses: list[int] | None = None
+
+    def event(self) -> Event:
+        details = {
+            "steps": self.steps,
+            "tokens": self.steps,
+            "rows": len(self.rids),
+            "slowest_ms": round(self.most_ms, 3),
+        }
+        if self.end_ms - self.start_ms - self.busy_ms > OTHERS_MIN_MS:
+            details["busy_ms"] = round(self.busy_ms, 3)  # another batch's steps lay between
+        name = "decode" if self.guesses is None else "rounds"
+        return Event(
+            self.rids, name, self.start_ms, self.end_ms, details, self.tokens or (), self.guesses or ()
+        )
+
+
+class Recorder:
+    """Of one engine. Times are milliseconds of its clock.
+
+    Attributes:
+        on: it records. What it remembers stays when it is switched off.
+    """
+
+    def __init__(self, *, on: bool = True, events_max: int = EVENTS_MAX) -> None:
+        self.on = on
+        self._past: deque[Event] = deque(maxlen=events_max)
+        self._runs: dict[int, _Run] = {}  # by batch
+        self._waits: dict[int, tuple[str, float, dict[str, Any]]] = {}  # by rid
+        self._until_ms = 0.0  # when the device last ended something
+
+    # ------------------------------------------------------------ a request
+
+    def taken(self, rid: int, op: str, now_ms: float) -> None:
+        """The request has come."""
+        if self.on:
+            self._past.append(Event((rid,), TAKEN, now_ms, now_ms, {"op": op}))
+
+    def wait(self, rid: int, name: str, now_ms: float, **details: Any) -> None:
+        """It waits from now on, until it waits for something else, goes on or is answered."""
+        self.go(rid, now_ms)
+        if self.on:
+            self._waits[rid] = name, now_ms, details
+
+    def go(self, rid: int, now_ms: float) -> None:
+        """It waits no longer, if it did."""
+        wait = self._waits.pop(rid, None)
+        if wait is not None:
+            name, start_ms, details = wait
+            self._past.append(Event((rid,), name, start_ms, now_ms, details))
+
+    def answered(self, rid: int, code: str, now_ms: float) -> None:
+        """It had its final answer."""
+        self.go(rid, now_ms)
+        if self.on:
+            self._past.append(Event((rid,), ANSWERED, now_ms, now_ms, {"code": code}))
+
+    # ------------------------------------------------------------ the device
+
+    def quantum(
+        self, name: str, rids: tuple[int, ...], tokens: Sequence[int], launched_ms: float, now_ms: float
+    ) -> None:
+        """A pass over prompts has ended, a row each."""
+        if not self.on:
+            return
+        self._close()
+        start_ms, self._until_ms = max(self._until_ms, launched_ms), now_ms
+        details = {"rows": len(rids), "width": max(tokens)}
+        self._past.append(Event(rids, name, start_ms, now_ms, details, tokens))
+
+    def stepped(
+        self,
+        batch: int,
+        rids: tuple[int, ...],
+        launched_ms: float,
+        now_ms: float,
+        tokens: Sequence[int] = (),
+        guesses: Sequence[int] = (),
+    ) -> None:
+        """A step of a batch has ended. `tokens`: of each row, unless it brought each just one; `guesses`:
+        of each row in a round, which it verified."""
+        if not self.on or not rids:
+            return
+        start_ms, self._until_ms = max(self._until_ms, launched_ms), now_ms
+        ms = now_ms - start_ms
+        run = self._runs.get(batch)
+        if run is None or not _goes_on(run, rids, start_ms, bool(guesses)):
+            self._begin_run(batch, _Run(rids, start_ms, now_ms, 1, ms, ms), tokens, guesses)
+            return
+        run.end_ms = now_ms
+        run.steps += 1
+        run.busy_ms += ms
+        if ms > run.most_ms:
+            run.most_ms = ms
+        if run.tokens is not None or tokens:
+            _add(run, tokens, guesses)
+
+    def _begin_run(self, batch: int, run: _Run, tokens: Sequence[int], guesses: Sequence[int]) -> None:
+        before = self._runs.pop(batch, None)
+        if before is not None:
+            self._past.append(before.event())
+        if len(self._runs) >= OPEN_MAX:
+            self._close()
+        self._runs[batch] = run
+        if tokens:
+            run.tokens = list(tokens)
+        if guesses:
+            run.guesses = list(guesses)
+
+    def _close(self) -> None:
+        for run in self._runs.values():
+            self._past.append(run.event())
+        self._runs.clear()
+
+    # ------------------------------------------------------------ what is told
+
+    def marks(self, rid: int, now_ms: float) -> tuple[list[Mark], int]:
+        """What is remembered of a request, in the order of time, and how much at the least isn't told."""
+        events = [run.event() for run in self._runs.values()]
+        begun = False
+        for event in reversed(self._past):
+            events.append(event)
+            if event.name is TAKEN and event.rids[0] == rid:
+                begun = True
+                break
+        own = [event.mark(rid) for event in events if rid in event.rids]
+        waits = self._waits.get(rid)
+        if waits is not None:
+            own.append(Mark(waits[0], waits[1], now_ms - waits[1], waits[2]))
+        if not own:
+            return [], 0
+        own.sort(key=lambda mark: mark.start_ms)
+        if not any(mark.name == ANSWERED for mark in own):
+            own.append(Mark(NOW, now_ms, 0.0, {}))
+        foreign = [(e.start_ms, e.end_ms, e.name) for e in events if e.name in WORK and rid not in e.rids]
+        told = own + behind_others(own, sorted(foreign))
+        told.sort(key=lambda mark: mark.start_ms)
+        left_out = max(len(told) - MARKS_MAX, 0)
+        if left_out:
+            told = told[: MARKS_MAX // 2] + told[-(MARKS_MAX // 2) :]
+        return told, left_out + (not begun)
+
+
+def _goes_on(run: _Run, rids: tuple[int, ...], start_ms: float, guessed: bool) -> bool:
+    return (
+        run.rids == rids
+        and run.steps < STEPS_MAX
+        and start_ms - run.end_ms <= PAUSE_MS
+        and (run.guesses is not None) == guessed
+    )
+
+
+def _add(run: _Run, tokens: Sequence[int], guesses: Sequence[int]) -> None:
+    """Of a step that did not bring each row just one token, or comes behind one that didn't."""
+    so_far = run.tokens if run.tokens is not None else [run.steps - 1] * len(run.rids)
+    run.tokens = [a + b for a, b in zip(so_far, tokens or [1] * len(run.rids), strict=True)]
+    if run.guesses is not None:
+        run.guesses = [a + b for a, b in zip(run.guesses, guesses, strict=True)]
+
+
+def behind_others(own: Sequence[Mark], foreign: Iterable[tuple[float, float, str]]) -> list[Mark]:
+    """Where nothing of its own covers a request's time, and the device was at work for others: one mark for
+    each such gap. `own`, and what is `foreign` (start, end, name), in the order of their starts."""
+    made: list[Mark] = []
+    gaps = list(_gaps(own))
+    at = 0
+    for start_ms, end_ms, name in foreign:
+        while at < len(gaps) and gaps[at][1] <= start_ms:
+            at += 1
+        for gap_start, gap_end in gaps[at:]:
+            if gap_start >= end_ms:
+                break
+            begin, end = max(start_ms, gap_start), min(end_ms, gap_end)
+            if end - begin >= OTHERS_MIN_MS:
+                _merge(made, gap_start, Mark(OTHERS, begin, end - begin, {f"{name}_ms": end - begin}))
+    return made
+
+
+def _gaps(own: Sequence[Mark]) -> Iterable[tuple[float, float]]:
+    until_ms = own[0].start_ms
+    for mark in own:
+        if mark.start_ms - until_ms >= OTHERS_MIN_MS:
+            yield until_ms, mark.start_ms
+        until_ms = max(until_ms, mark.start_ms + mark.ms)
+
+
+def _merge(made: list[Mark], gap_start: float, mark: Mark) -> None:
+    """What lies in the same gap is told as one."""
+    if not made or made[-1].start_ms < gap_start:
+        made.append(mark)
+        return
+    last = made.pop()
+    details = dict(last.details)
+    for name, ms in mark.details.items():
+        details[name] = details.get(name, 0.0) + ms
+    end_ms = max(last.start_ms + last.ms, mark.start_ms + mark.ms)
+    made.append(Mark(OTHERS, last.start_ms, end_ms - last.start_ms, details))
