@@ -4,6 +4,7 @@ from __future__ import annotations
 
 OK = 0  # stopped as asked
 FAILED = 1  # anything without a code of its own
+INTERRUPTED = 130  # as a shell reports a program ended by Ctrl-C
 CONFIG = 64  # an option or variable that can't work: a missing model file, a path that is too long
 DAMAGED = 65  # the catalog is damaged, or of a newer version or another program; never reset in silence
 RUNNING = 69  # another daemon holds this runtime directory or endpoint

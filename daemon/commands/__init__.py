@@ -6,6 +6,7 @@ nobody who types a command sees a traceback for a daemon that isn't there.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -29,10 +30,9 @@ from stateroom.daemon.commands.sessions import close, park, verify
 from stateroom.daemon.commands.snapshots import export, forget, import_, restore, save, snapshots
 from stateroom.daemon.commands.stop import stop
 from stateroom.daemon.commands.version import version
-from stateroom.daemon.exits import FAILED, LAUNCHD, OK, PERMANENT, SERVICE_VARIABLE, Leave
+from stateroom.daemon.exits import FAILED, INTERRUPTED, LAUNCHD, OK, PERMANENT, SERVICE_VARIABLE, Leave
 from stateroom.daemon.models import ModelsError
 
-INTERRUPTED = 130  # as a shell reports a program ended by Ctrl-C
 NAME = "stateroom"
 COMPLETING = "_STATEROOM_COMPLETE"  # set by a shell that asks for completions
 
@@ -62,6 +62,10 @@ for panel, groups in GROUPS.items():
 def run() -> int:
     """Runs the command line and gives its exit code."""
     prepare_streams()
+    return written_out(obeyed())
+
+
+def obeyed() -> int:
     try:
         app(prog_name=NAME)
     except SystemExit as leaving:
@@ -87,6 +91,20 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
+def written_out(code: int) -> int:
+    """Writes what is still to be written: of a full disk the interpreter would tell in words of its own."""
+    try:
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read it has seen enough
+        code = code or FAILED
+    except OSError as error:
+        code = code or failed(in_words(error), FAILED)
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
 def in_words(error: OSError) -> str:
     """What the system says, and of which file."""
     words = error.strerror or str(error)
@@ -95,7 +113,8 @@ def in_words(error: OSError) -> str:
 
 def failed(message: str, code: int) -> int:
     if COMPLETING not in os.environ:  # else it would stand in the middle of what is typed
-        sys.stderr.write(f"{NAME}: {message}\n")
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"{NAME}: {message}\n")
     if code in PERMANENT and os.environ.get(SERVICE_VARIABLE) == LAUNCHD:
         return OK  # so that it isn't tried again for ever
     return code

@@ -37,7 +37,7 @@ def fetch_demo() -> InstalledModel:
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
     )
-    with Progress(*columns, console=err, transient=True) as bar:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=None)
         return add_demo(lambda done, total: bar.update(task, completed=done, total=total))
 

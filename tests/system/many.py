@@ -1,0 +1,194 @@
+"""Runs many command lines at once, each in a fork of one process that has imported everything already.
+
+What a fork runs is the entry point itself, to the interpreter's very end, with streams of its own: the same
+as `stateroom …` in a shell, without the half second that each would take to import. Reads jobs from its stdin,
+writes what they did to its stdout, both as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+AT_ONCE = 6
+JOB_S = 30.0  # and it is killed
+POLL_S = 0.02
+READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command line.
+
+    Attributes:
+        stdin: text; None: closed.
+        stdout: "kept", "full" (/dev/full), or "unread" (a pipe whose reader has gone).
+        interrupt_s: after so long it gets SIGINT.
+        file_bytes: the most that a file may have.
+    """
+
+    arguments: list[str]
+    env: dict[str, str]
+    stdin: str | None = ""
+    stdout: str = "kept"
+    interrupt_s: float | None = None
+    file_bytes: int | None = None
+    cwd: str = "/"
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of it. `code`: None when it had to be killed."""
+
+    arguments: list[str]
+    code: int | None
+    out: str
+    err: str
+    s: float
+
+    @property
+    def lines(self) -> list[str]:
+        return self.err.splitlines()
+
+
+def run_all(jobs: list[Job], timeout_s: float = 120.0) -> list[Done]:
+    """Runs them, some at a time, and gives what became of each, in order."""
+    root = Path(__file__).resolve().parent.parent.parent
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.system.many"],
+        input=json.dumps([asdict(job) for job in jobs]),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=root,
+    )
+    assert done.returncode == 0, done.stderr
+    return [Done(**each) for each in json.loads(done.stdout)]
+
+
+# ---------------------------------------------------------------- in the process that forks
+
+
+@dataclass
+class Running:
+    job: Job
+    pid: int
+    began_s: float
+    pipes: dict[int, str]  # those that are still open, by what they bring
+    brought: dict[str, bytes] = field(default_factory=lambda: {"out": b"", "err": b""})
+    code: int | None = None
+    interrupted: bool = False
+    ended_s: float | None = None
+
+
+def start(job: Job) -> Running | None:
+    """None: this is the fork, and everything is as its job wants it."""
+    ends = {name: os.pipe() for name in ("in", "out", "err")}
+    pid = os.fork()
+    if pid:
+        for reads, writes in (ends["out"], ends["err"]):
+            os.set_blocking(reads, False)
+            os.close(writes)
+        os.close(ends["in"][0])
+        if job.stdin:
+            os.write(ends["in"][1], job.stdin.encode())
+        os.close(ends["in"][1])
+        return Running(job, pid, time.monotonic(), {ends["out"][0]: "out", ends["err"][0]: "err"})
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python starts with
+    os.dup2(ends["in"][0], 0)
+    os.dup2(ends["out"][1], 1)
+    os.dup2(ends["err"][1], 2)
+    os.closerange(3, 256)
+    if job.stdout == "full":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    elif job.stdout == "unread":
+        reads, writes = os.pipe()
+        os.dup2(writes, 1)
+        os.close(reads)
+        os.close(writes)
+    os.chdir(job.cwd)
+    os.environ.clear()
+    os.environ.update(job.env)
+    if job.file_bytes is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job.file_bytes, job.file_bytes))
+    sys.stdin = None if job.stdin is None else open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
+    if job.stdin is None:
+        os.close(0)
+    sys.argv = ["stateroom", *job.arguments]
+    return None
+
+
+def look_after(running: Running) -> bool:
+    """Reads what it says, and whether it has ended; sends what is due. False: it is over, and all is read."""
+    took_s = time.monotonic() - running.began_s
+    due_s = running.job.interrupt_s
+    if running.code is None and running.ended_s is None:
+        if due_s is not None and took_s > due_s and not running.interrupted:
+            running.interrupted = True
+            os.kill(running.pid, signal.SIGINT)
+        if took_s > JOB_S:
+            os.killpg(running.pid, signal.SIGKILL)
+        pid, status = os.waitpid(running.pid, os.WNOHANG)
+        if pid:
+            running.ended_s = took_s
+            running.code = None if took_s > JOB_S else os.waitstatus_to_exitcode(status)
+    ready, _, _ = select.select(list(running.pipes), [], [], 0)
+    for pipe in ready:
+        piece = os.read(pipe, READ_BYTES)
+        running.brought[running.pipes[pipe]] += piece
+        if not piece:
+            os.close(pipe)
+            del running.pipes[pipe]
+    # What it left behind may hold its streams; that is no reason to wait for ever.
+    return running.ended_s is None or (bool(ready) and bool(running.pipes))
+
+
+def told(running: Running) -> dict[str, Any]:
+    return asdict(
+        Done(
+            running.job.arguments,
+            running.code,
+            running.brought["out"].decode("utf-8", "replace"),
+            running.brought["err"].decode("utf-8", "replace"),
+            running.ended_s or 0.0,
+        )
+    )
+
+
+def main() -> None:
+    """Ends in each fork as the command line does."""
+    jobs = [Job(**each) for each in json.load(sys.stdin)]
+    from stateroom.daemon import cli, commands  # noqa: F401  (imported once, for all)
+
+    waiting, at_work, done = list(enumerate(jobs)), {}, {}
+    while waiting or at_work:
+        while waiting and len(at_work) < AT_ONCE:
+            number, job = waiting.pop(0)
+            running = start(job)
+            if running is None:
+                cli.main()
+            at_work[number] = running
+        for number, running in list(at_work.items()):
+            if not look_after(running):
+                done[number] = told(running)
+                del at_work[number]
+        time.sleep(POLL_S)
+    json.dump([done[number] for number in range(len(jobs))], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
