@@ -45,7 +45,7 @@ from stateroom.client.inbox import AsyncInbox, Exchange
 from stateroom.client.keyfile import ClientKey, key_for
 from stateroom.client.paths import check_endpoint, default_endpoint
 from stateroom.client.protocol import HelloResult, Request, Result
-from stateroom.client.timeouts import CONNECT_TIMEOUT_S, Timeouts, Wait
+from stateroom.client.timeouts import CONNECT_TIMEOUT_S, STARTING_TIMEOUT_S, Timeouts, Wait
 
 
 def connect_async(
@@ -53,7 +53,7 @@ def connect_async(
     *,
     app: str = "default",
     key: str | os.PathLike[str] | None = None,
-    timeout_s: float = CONNECT_TIMEOUT_S,
+    timeout_s: float | None = None,
     timeouts: Timeouts | None = None,
 ) -> AsyncRoom:
     """As `connect`, for asyncio: `async with connect_async() as room`, or `room = await connect_async()`.
@@ -69,7 +69,7 @@ class _AsyncLink:
     """A socket, its monitor, the requests in flight on it, and the tasks that serve them.
 
     Attributes:
-        connected: somebody listens there.
+        connected: somebody listens there; `greeted`: and speaks.
         refused: and doesn't let us in; `denied`: because of our key, as it said itself.
     """
 
@@ -84,7 +84,7 @@ class _AsyncLink:
         self.exchange: Exchange[AsyncInbox] = Exchange(
             Connection(first_id=first_id, cancel_s=timeouts.cancel_s)
         )
-        self.connected = self.refused = self.denied = False
+        self.connected = self.greeted = self.refused = self.denied = False
         self._loop = asyncio.get_running_loop()
         self._dealer = context.socket(zmq.DEALER)
         prepare(self._dealer, key)
@@ -139,6 +139,7 @@ class _AsyncLink:
         while not event & LOST_EVENTS:
             event = event_of(await self._monitor.recv_multipart())
             self.connected = self.connected or event == zmq.EVENT_CONNECTED
+            self.greeted = self.greeted or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self.refused = self.refused or bool(event & FAILURES)
             self.denied = self.denied or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         with suppress(zmq.Again):  # what came before the end still counts
@@ -170,14 +171,15 @@ class AsyncSocket:
     greeting: HelloResult
 
     def __init__(
-        self, endpoint: str, app: str, connect_s: float, timeouts: Timeouts, key: ClientKey | None
+        self, endpoint: str, app: str, connect_s: float | None, timeouts: Timeouts, key: ClientKey | None
     ) -> None:
         self.endpoint = endpoint
         self._key = key
         self.app = app
         self.timeouts = timeouts
         self.closed = False
-        self._connect_s = connect_s
+        self._connect_s = CONNECT_TIMEOUT_S if connect_s is None else connect_s
+        self._starting_s = STARTING_TIMEOUT_S if connect_s is None else connect_s
         self._process = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
@@ -250,23 +252,26 @@ class AsyncSocket:
     async def _establish(self) -> _AsyncLink:
         """Connects and says hello, trying again until a daemon answers or the time is up."""
         loop = self._running_loop()
-        deadline = loop.time() + self._connect_s
+        begin, limit_s = loop.time(), self._connect_s
         while not self.closed:
-            link, answer = await self._attempt(deadline - loop.time())
+            link, answer = await self._attempt(begin + limit_s - loop.time())
             if isinstance(answer, HelloResult):
                 self.greeting = answer
                 self._connect_s = min(self._connect_s, CONNECT_TIMEOUT_S)  # a daemon lost is not one starting
                 return link
             self._part(link)
             if isinstance(answer, RequestTimeout):
-                raise no_daemon(self.endpoint, self._connect_s, silent=link.connected)
+                if link.connected and not link.greeted and limit_s < self._starting_s:
+                    limit_s = self._starting_s  # there may be a daemon yet
+                    continue
+                raise no_daemon(self.endpoint, limit_s, silent=link.connected)
             if not isinstance(answer, Disconnected):
                 raise cast("StateroomError | ClientError", answer)
-            late = loop.time() + RETRY_S >= deadline
+            late = loop.time() + RETRY_S >= begin + limit_s
             if link.denied or (late and link.refused):
                 raise key_refused(self.endpoint, self._key)
             if late:
-                raise no_daemon(self.endpoint, self._connect_s, silent=False)
+                raise no_daemon(self.endpoint, limit_s, silent=False)
             await asyncio.sleep(RETRY_S)
         raise Disconnected(CLOSED)
 

@@ -43,7 +43,7 @@ from stateroom.client.keyfile import VARIABLE, ClientKey, key_for
 from stateroom.client.paths import check_endpoint, default_endpoint
 from stateroom.client.protocol import Hello, HelloResult, Request, Result
 from stateroom.client.room import Room
-from stateroom.client.timeouts import CONNECT_TIMEOUT_S, Timeouts, Wait
+from stateroom.client.timeouts import CONNECT_TIMEOUT_S, STARTING_TIMEOUT_S, Timeouts, Wait
 
 FRAMES_MAX = 1_024  # unread frames in either direction of the socket; ZeroMQ's high-water marks
 NEVER_MS = 24 * 3600 * 1000  # "reconnect" after this long
@@ -59,7 +59,7 @@ FAILURES = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | FAILURES
-LINK_EVENTS = LOST_EVENTS | zmq.EVENT_CONNECTED
+LINK_EVENTS = LOST_EVENTS | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
 def connect(
@@ -67,7 +67,7 @@ def connect(
     *,
     app: str = "default",
     key: str | os.PathLike[str] | None = None,
-    timeout_s: float = CONNECT_TIMEOUT_S,
+    timeout_s: float | None = None,
     timeouts: Timeouts | None = None,
 ) -> Room:
     """Connects to a daemon; starts none.
@@ -76,7 +76,8 @@ def connect(
         endpoint: where it listens; by default as docs/protocol.md says, from the environment.
         app: who asks. Sessions belong to an app, and an app sees only its own.
         key: the file that lets this client in at a `tcp://` endpoint; by default `$STATEROOM_KEY_FILE`.
-        timeout_s: how long to keep trying until a daemon answers. (When it was lost later, the next
+        timeout_s: how long to keep trying until a daemon answers; by default 1.5 s, and 10 s where a service
+            manager listens, and so may be starting one. (When it was lost later, the next
             request tries as long, but `CONNECT_TIMEOUT_S` at most.)
         timeouts: the patience of single requests.
 
@@ -155,7 +156,7 @@ class _Link:
     """A socket, its monitor, and the requests in flight on it. Used by the socket's thread only.
 
     Attributes:
-        connected: somebody listens there.
+        connected: somebody listens there; `greeted`: and speaks.
         refused: and doesn't let us in; `denied`: because of our key, as it said itself.
     """
 
@@ -168,7 +169,7 @@ class _Link:
         key: ClientKey | None,
     ):
         self.exchange: Exchange[Inbox] = Exchange(Connection(first_id=first_id, cancel_s=timeouts.cancel_s))
-        self.connected = self.refused = self.denied = False
+        self.connected = self.greeted = self.refused = self.denied = False
         self.dealer = context.socket(zmq.DEALER)
         prepare(self.dealer, key)
         self.monitor = self.dealer.get_monitor_socket(LINK_EVENTS)
@@ -211,6 +212,7 @@ class _Link:
     def _look_at_monitor(self) -> None:
         event = event_of(self.monitor.recv_multipart())
         self.connected = self.connected or event == zmq.EVENT_CONNECTED
+        self.greeted = self.greeted or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         self.refused = self.refused or bool(event & FAILURES)
         self.denied = self.denied or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         if event & LOST_EVENTS:
@@ -251,13 +253,14 @@ class SocketThread:
     greeting: HelloResult
 
     def __init__(
-        self, endpoint: str, app: str, connect_s: float, timeouts: Timeouts, key: ClientKey | None
+        self, endpoint: str, app: str, connect_s: float | None, timeouts: Timeouts, key: ClientKey | None
     ) -> None:
         self.endpoint = endpoint
         self._key = key
         self.app = app
         self.timeouts = timeouts
-        self._connect_s = connect_s
+        self._connect_s = CONNECT_TIMEOUT_S if connect_s is None else connect_s
+        self._starting_s = STARTING_TIMEOUT_S if connect_s is None else connect_s
         self._process = os.getpid()
         self._commands: SimpleQueue[_Start | _Cancel] = SimpleQueue()
         self._woken, self._waker = socket.socketpair()
@@ -389,23 +392,26 @@ class SocketThread:
 
     def _establish(self, context: zmq.Context[zmq.Socket[bytes]]) -> _Link:
         """Connects and says hello, trying again until a daemon answers or the time is up."""
-        deadline = time.monotonic() + self._connect_s
+        begin, limit_s = time.monotonic(), self._connect_s
         while True:
-            link, answer = self._attempt(context, deadline)
+            link, answer = self._attempt(context, begin + limit_s)
             if isinstance(answer, HelloResult):
                 self.greeting = answer
                 self._connect_s = min(self._connect_s, CONNECT_TIMEOUT_S)  # a daemon lost is not one starting
                 return link
             self._part(link)
             if isinstance(answer, RequestTimeout):
-                raise no_daemon(self.endpoint, self._connect_s, silent=link.connected)
+                if link.connected and not link.greeted and limit_s < self._starting_s:
+                    limit_s = self._starting_s  # there may be a daemon yet
+                    continue
+                raise no_daemon(self.endpoint, limit_s, silent=link.connected)
             if self._stopping or not isinstance(answer, Disconnected):
                 raise cast("StateroomError | ClientError", answer)
-            late = time.monotonic() + RETRY_S >= deadline
+            late = time.monotonic() + RETRY_S >= begin + limit_s
             if link.denied or (late and link.refused):
                 raise key_refused(self.endpoint, self._key)
             if late:
-                raise no_daemon(self.endpoint, self._connect_s, silent=False)
+                raise no_daemon(self.endpoint, limit_s, silent=False)
             time.sleep(RETRY_S)
 
     def _attempt(

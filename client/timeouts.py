@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 # For `connect`: how long to keep trying until a daemon answers. Well below 2 s, for there may be none.
 CONNECT_TIMEOUT_S = 1.5
+STARTING_TIMEOUT_S = 10.0  # somebody listens and says nothing yet: a service manager that starts the daemon
 CALL_TIMEOUT_S = 30.0  # the daemon answers these within milliseconds; a machine that swaps takes longer
 # A long prefill on a slow CPU, behind others; or a model that loads, for which the daemon has less patience.
 COMPUTE_TIMEOUT_S = 960.0
@@ -15,7 +16,7 @@ CANCEL_TIMEOUT_S = 60.0  # one token or one prefill chunk, on a slow CPU
 _CALLS = frozenset(
     {
         "hello", "info", "list", "close", "cancel", "stats", "tokens", "unload", "unpublish", "lease",
-        "snapshots", "forget", "requests",
+        "snapshots", "forget", "requests", "trace",
     }
 )  # fmt: skip
 
