@@ -140,6 +140,41 @@ def test_a_key_is_nobody_but_itself(network: Network) -> None:
     local.close()
 
 
+def test_everyone_is_who_came_with_the_same_key(network: Network) -> None:
+    """Sessions, trunks and requests of all its apps, and of nobody else, whose names may begin alike."""
+    local, mimic = network.rig.client("editor"), network.rig.client("laptop")
+    theirs = [local.open(name="plan"), mimic.open(name="plan")]
+    local.ask("publish", session="plan", as_="rules")
+    key = network.key("laptop")
+    with (
+        connect(network.endpoint, app="editor", key=key) as editor,
+        connect(network.endpoint, app="agent", key=key) as agent,
+        connect(network.endpoint, app="editor", key=network.key("laptop2")) as phone,
+    ):
+        mine, other = editor.open(tokens=[4, 5]), agent.open(tokens=[6])
+        other.publish("shown")
+        theirs.append(phone.open(tokens=[7]).id)
+        assert [info.session for info in editor.list()] == [mine.id]
+        owners = {"laptop/editor", "laptop/agent"}
+        assert {info.session for info in editor.list(everyone=True)} == {mine.id, other.id}
+        assert {info.owner for info in editor.list(everyone=True)} == owners
+        assert [trunk.owner for trunk in editor.trunks(everyone=True)] == ["laptop/agent"]
+        assert editor.trunks() == []
+        assert {info.owner for info in editor.requests()} == {"laptop/editor"}
+        assert {info.owner for info in editor.requests(everyone=True)} == owners
+        assert {info.session for info in editor.requests(other.id, everyone=True)} == {other.id}
+        for reference in (*theirs, "plan"):
+            with pytest.raises(NotFound):
+                editor.requests(reference, everyone=True)
+        for room in (editor, agent, phone):
+            told = [info.owner for info in (*room.list(everyone=True), *room.requests(everyone=True))]
+            assert {owner.rpartition("/")[0] for owner in told} == {room.server.app.rpartition("/")[0]}
+    everyone = {info["session"] for info in local.ask("list", everyone=True)["sessions"]}
+    assert everyone == {mine.id, other.id, *theirs}  # over the local socket
+    local.close()
+    mimic.close()
+
+
 def test_a_key_that_is_revoked_is_not_heard_any_more(network: Network) -> None:
     """Its streams and connections end, and it gets no other; other keys notice nothing."""
     network.rig.until(lambda broker: any(engine.ready for engine in broker.supervisor.engines))
