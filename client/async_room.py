@@ -45,6 +45,8 @@ from stateroom.client.protocol import (
     SnapshotsResult,
     Stats,
     StatsResult,
+    Trace,
+    TraceResult,
     TrunkInfo,
     Unload,
     Unpublish,
@@ -205,6 +207,10 @@ class AsyncRoom:
     async def requests(self, session: str | None = None, *, everyone: bool = False) -> RequestInfos:
         """As `Room.requests`."""
         return (await self.call(Requests(session=session, everyone=everyone), RequestsResult)).requests
+
+    async def trace(self, rid: int, *, everyone: bool = False) -> TraceResult:
+        """As `Room.trace`."""
+        return await self.call(Trace(request=rid, everyone=everyone), TraceResult)
 
     async def cancel(self, session: str) -> bool:
         """As `Room.cancel`."""

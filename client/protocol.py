@@ -384,6 +384,15 @@ class Stats(Request):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Trace(Request):
+    """What happened to one request; `request` is the daemon's own number of it, `RequestInfo.rid`."""
+
+    op: ClassVar[str] = "trace"
+    request: Annotated[int, Range(0, UINT64_MAX)]
+    everyone: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Watch(Request):
     op: ClassVar[str] = "watch"
     sessions: bool = True
@@ -748,6 +757,26 @@ class VerifyResult(Result):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Span:
+    """What took a request's time, or with 0 ms a moment of it; `details` are strings and numbers."""
+
+    name: str
+    start_ms: float = 0.0  # since the request arrived
+    ms: float = 0.0
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceResult(Result):
+    """The spans in the order of their starts."""
+
+    request: RequestInfo
+    spans: list[Span]
+    dropped: int = 0  # spans that aren't told, at the least: there were too many, or they are forgotten
+    missing: str | None = None  # what of its engines' part isn't there, and why
+
+
+@dataclass(frozen=True, kw_only=True)
 class StatsResult(Result):
     """Counters (since start) and gauges (now), by name; see docs/protocol.md."""
 
@@ -854,6 +883,7 @@ OPERATIONS: dict[str, Operation] = {
         Operation(Info, InfoResult),
         Operation(List, ListResult),
         Operation(Requests, RequestsResult),
+        Operation(Trace, TraceResult),
         Operation(Close, CloseResult, changes=True),
         Operation(Cancel, CancelResult),
         Operation(Score, ScoreResult, changes=True),

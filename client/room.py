@@ -47,6 +47,8 @@ from stateroom.client.protocol import (
     SnapshotsResult,
     Stats,
     StatsResult,
+    Trace,
+    TraceResult,
     TrunkInfo,
     Unload,
     Unpublish,
@@ -259,6 +261,16 @@ class Room:
             NotFound: this app has, or may see, no such session.
         """
         return self.call(Requests(session=session, everyone=everyone), RequestsResult).requests
+
+    def trace(self, rid: int, *, everyone: bool = False) -> TraceResult:
+        """What happened to one of this app's requests, by the daemon's number of it: `RequestInfo.rid`.
+
+        `everyone` is as for `list`.
+
+        Raises:
+            NotFound: the daemon remembers no such request, or this app may not see it.
+        """
+        return self.call(Trace(request=rid, everyone=everyone), TraceResult)
 
     def cancel(self, session: str) -> bool:
         """Ends the request that runs on a session, by its name or id; False if none did."""

@@ -39,6 +39,7 @@ from stateroom.daemon.sockets import NO_DESCRIPTOR, PublicSocket, is_local
 from stateroom.daemon.store.rows import ModelRow
 from stateroom.daemon.supervisor import Supervisor
 from stateroom.daemon.tickets import Tickets
+from stateroom.daemon.traces import Traces
 from stateroom.daemon.unloading import Unloading
 from stateroom.daemon.usage import usage
 from stateroom.daemon.view import View
@@ -79,6 +80,7 @@ class Broker:
         )
         self._tick_alarm, self._flush_alarm = Alarm(self._tick), Alarm(self._flush)
         self._watch_alarm = Alarm(lambda: self.watchers.tick())
+        self._trace_alarm = Alarm(lambda: self.traces.tick())
         self.metrics = Metrics()
         self.metrics.others.append(self._socket.traffic)
         self._page: Page | None = None
@@ -93,6 +95,7 @@ class Broker:
             lambda peer: self.work.cut(peer),
             log_content=config.log_content,
             quotas=self.catalog.quotas,
+            record=config.record,
         )
         self.shelf = Shelf(config.models, config.models_dir, config.allow_any_model)
         self.memory = Memory(
@@ -135,6 +138,8 @@ class Broker:
             clock,
             is_local,
         )
+        self.traces = Traces(self.tickets, self.view, self.supervisor, clock, self._trace_alarm.ring_in)
+        self.supervisor.recorded = self.traces.take
         self.desk = Desk(
             self.peers,
             self.tickets,
@@ -143,6 +148,7 @@ class Broker:
             self.work,
             self.watchers,
             self.view,
+            self.traces,
             self.shelf,
             self.archive,
             self.carriage,
@@ -208,7 +214,7 @@ class Broker:
         # What a worker still had ends as `engine_lost`.
         await self.supervisor.stop(patience.park_s + left_s)
         await _until(lambda: not self.peers.waiting, FLUSH_LAST_S)
-        for alarm in (self._tick_alarm, self._flush_alarm, self._watch_alarm):
+        for alarm in (self._tick_alarm, self._flush_alarm, self._watch_alarm, self._trace_alarm):
             alarm.stop()
         if self._page is not None:
             # Its thread may be waiting for this loop.

@@ -58,6 +58,7 @@ from stateroom.client.protocol import (
     Snapshots,
     Stats,
     Sync,
+    Trace,
     Unload,
     Unpublish,
     Verify,
@@ -77,6 +78,7 @@ from stateroom.daemon.session import Session
 from stateroom.daemon.shelf import Shelf
 from stateroom.daemon.supervisor import Supervisor
 from stateroom.daemon.tickets import AT_ONCE, Ticket, Tickets
+from stateroom.daemon.traces import Traces
 from stateroom.daemon.view import View
 from stateroom.daemon.watchers import Watchers
 from stateroom.daemon.work import Work
@@ -98,6 +100,7 @@ class Desk:
         work: Work,
         watchers: Watchers,
         view: View,
+        traces: Traces,
         shelf: Shelf,
         archive: Archive,
         carriage: Carriage | None,
@@ -106,7 +109,7 @@ class Desk:
     ) -> None:
         self._peers, self._tickets, self._catalog = peers, tickets, catalog
         self._supervisor, self._work = supervisor, work
-        self._watchers, self._view = watchers, view
+        self._watchers, self._view, self._traces = watchers, view, traces
         self._shelf, self._archive, self._carriage = shelf, archive, carriage
         self._metrics, self._log = metrics, log
         self.admitting = True
@@ -149,7 +152,7 @@ class Desk:
         except StateroomError as error:
             self._tickets.reply(ticket, error.body())
         except Exception as bug:
-            internal = self._incident(bug)
+            internal = self._incident(bug, ticket)
             if ticket.state is not RequestState.DONE:
                 self._tickets.reply(ticket, internal.body())
 
@@ -198,10 +201,11 @@ class Desk:
         elif isinstance(request, Import) and request.offset == 0:
             quotas.check(owner, "disk", request.total)
 
-    def _incident(self, bug: Exception) -> Internal:
-        name = incident()
-        self._log.error("internal error", incident=name, exc_info=bug)
-        return Internal(f"This is a bug of the daemon; its log tells more at {name}.", incident=name)
+    def _incident(self, bug: Exception, ticket: Ticket | None = None) -> Internal:
+        name, rid = incident(), None if ticket is None else ticket.rid
+        self._log.error("internal error", incident=name, rid=rid, exc_info=bug)
+        message = f"This is a bug of the daemon; its log tells more at {name}."
+        return Internal(message, incident=name) if rid is None else Internal(message, incident=name, rid=rid)
 
     # ------------------------------------------------------------ operations
 
@@ -220,6 +224,8 @@ class Desk:
             self._tickets.reply(ticket, self._view.stats(peer.app))
         elif isinstance(request, Cancel):
             self._cancel(ticket, peer, request)
+        elif isinstance(request, Trace):
+            self._traces.begin(ticket, peer, request)
         elif isinstance(request, Watch):
             ticket.advance(RequestEvent.SEND)
             self._watchers.add(ticket, request)

@@ -36,6 +36,7 @@ from stateroom.daemon.link import (
     Kept,
     Pulse,
     Ready,
+    Recorded,
     Shelved,
     Short,
     Stop,
@@ -283,6 +284,8 @@ class Engine:
             supervisor.log.info("engine ready", model=self.id, pid=self.pid, **message.facts)
             supervisor.listener.on_kept(self, message.kept, message.broken)
             supervisor.listener.on_ready(self)
+        elif isinstance(message, Recorded):
+            supervisor.recorded(self.generation, message)
         elif isinstance(message, Shelved):
             supervisor.listener.on_shelved(self, message)
         elif isinstance(message, Failed):
@@ -361,10 +364,12 @@ class Supervisor:
 
     Attributes:
         recall: the model that sessions are of, by its id; raises `NotFound` when it isn't here any more.
+        recorded: takes what a worker, by its generation, remembers of a request.
     """
 
     listener: Listener
     recall: Callable[[str], ModelSpec]
+    recorded: Callable[[int, Recorded], None]
 
     def __init__(
         self,

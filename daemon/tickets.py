@@ -37,6 +37,7 @@ from stateroom.client.protocol import (
     Snapshots,
     Stats,
     TokenEvent,
+    Trace,
     Verify,
 )
 from stateroom.client.wire import body_to_wire, encode_reply, to_wire
@@ -46,6 +47,7 @@ from stateroom.daemon.logs import Rate
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer, Peers
 from stateroom.daemon.quotas import Quotas
+from stateroom.daemon.recorder import Record
 from stateroom.daemon.requests import loggable
 from stateroom.daemon.session import Session
 from stateroom.daemon.shown import request_shown
@@ -55,6 +57,8 @@ REFUSALS_LOGGED_PER_S = 20  # of frames that never became a request: a broken cl
 RECENT_MAX = 256  # requests that ended, remembered for `requests`
 # Answered before the next message is read, so not counted, nor remembered.
 AT_ONCE = (Hello, List, Requests, Info, Stats, Cancel, Snapshots, Forget)
+UNREMEMBERED = (*AT_ONCE, Trace)
+CLIENT_SHOWN = 64  # characters in the log of what a client calls itself
 MUTE = (RequestState.CUT, RequestState.ORPHANED)  # nobody hears their replies but the last
 
 
@@ -70,6 +74,7 @@ class Ticket:
     id: int | None
     delimited: bool  # the request carried REQ's empty frame, so the reply does
     started_s: float
+    record: Record
     session: Session | None = None
     children: list[Session] = field(default_factory=list)
     state: RequestState = RequestState.HELD
@@ -114,6 +119,13 @@ class Ticket:
 
     def advance(self, event: RequestEvent) -> None:
         self.state = after(REQUESTS, self.state, event)
+        self.record.moved(event)
+
+    def sent_to(self, generation: int) -> None:
+        """A worker of its model has it from now on."""
+        self.generation = generation
+        self.advance(RequestEvent.SEND)
+        self.record.sent(self.model or "", generation)
 
     def drew(self, done: int, now_s: float) -> None:
         """A decode has drawn so many tokens by now."""
@@ -138,7 +150,9 @@ class Tickets:
         on_overflow: Callable[[Peer], None],
         log_content: bool = False,
         quotas: Quotas | None = None,
+        record: bool = True,
     ) -> None:
+        self._recording = record
         self._peers, self._metrics, self._clock, self._log = peers, metrics, clock, log
         self._on_overflow = on_overflow
         self._log_content = log_content
@@ -147,6 +161,7 @@ class Tickets:
         self._rids = itertools.count(1)
         self._open: dict[int, Ticket] = {}
         self.recent: deque[tuple[float, RequestInfo]] = deque(maxlen=RECENT_MAX)
+        self._records: dict[int, Record] = {}  # of those that `recent` has, by rid
 
     def __len__(self) -> int:
         return len(self._open)
@@ -156,6 +171,13 @@ class Tickets:
 
     def get(self, rid: int | None) -> Ticket | None:
         return None if rid is None else self._open.get(rid)
+
+    def ended(self, rid: int) -> tuple[float, RequestInfo, Record] | None:
+        """Of a request that ended not long ago: when it arrived, what it was, and what was seen of it."""
+        record = self._records.get(rid)
+        if record is None:
+            return None
+        return next((began_s, info, record) for began_s, info in self.recent if info.rid == rid)
 
     def open(self, peer: Peer, request_id: int, request: Request, delimited: bool) -> Ticket:
         ticket = Ticket(
@@ -170,6 +192,7 @@ class Tickets:
             id=request_id,
             delimited=delimited,
             started_s=self._clock(),
+            record=Record(self._clock, self._recording and not isinstance(request, AT_ONCE)),
         )
         self._quotas.add(ticket.account, "requests", 1)
         self._open[ticket.rid] = peer.open[request_id] = ticket
@@ -186,6 +209,7 @@ class Tickets:
             id=None,
             delimited=False,
             started_s=self._clock(),
+            record=Record(self._clock, self._recording),
             session=session,
         )
         self._open[ticket.rid] = ticket
@@ -216,6 +240,9 @@ class Tickets:
         if self._peers.send(ticket.peer, [b"", frame] if ticket.delimited else [frame], final):
             ticket.seq += 1
             self._metrics.count("replies")
+            if not final:
+                waits = bool(ticket.peer.outbox)
+                ticket.record.replied(len(frame), tokens=isinstance(body, TokenEvent), waits=waits)
         else:
             self._on_overflow(ticket.peer)
 
@@ -250,6 +277,7 @@ class Tickets:
             self._log.info(
                 "request",
                 id=request_id,
+                client=peer.client[:CLIENT_SHOWN] or None,
                 op=op,
                 owner=peer.app,
                 code=error.code,
@@ -277,7 +305,9 @@ class Tickets:
             self._metrics.request(ticket.op, code)
             self._count_tokens(body)
         said = {
+            "rid": ticket.rid,
             "id": ticket.id,
+            "client": ticket.client[:CLIENT_SHOWN] or None,
             "op": ticket.op,
             "owner": ticket.owner,
             "session": ticket.session.id[:SESSION_SHOWN] if ticket.session else None,
@@ -291,7 +321,8 @@ class Tickets:
         self._log.info("request", **said)
 
     def _remember(self, ticket: Ticket, body: Body, code: str) -> None:
-        if isinstance(ticket.request, AT_ONCE):
+        ticket.record.ended(code)
+        if isinstance(ticket.request, UNREMEMBERED):
             return
         now_s = self._clock()
         if isinstance(body, DecodeResult):
@@ -301,6 +332,9 @@ class Tickets:
             ticket.total = max(ticket.total, ticket.done)
         ended = replace(request_shown(ticket, now_s), ms=(now_s - ticket.started_s) * 1000, code=code)
         self.recent.appendleft((ticket.started_s, ended))
+        self._records[ticket.rid] = ticket.record
+        if len(self._records) > RECENT_MAX:
+            del self._records[next(iter(self._records))]
 
     def _count_tokens(self, body: Body) -> None:
         if isinstance(body, DecodeResult):

@@ -71,6 +71,7 @@ HELD_ENDS = ("decode", "prefill", "sync")  # what a cancel ends at once while no
 SHORT = (
     "fork", "publish", "unpublish", "tokens", "close", "adopt", "export", "import",
 )  # fmt: skip  # over before a cancel could arrive
+RIDS_LOGGED = 64  # in one entry
 PARENTS_MAX = 16  # of a session's ancestors, how many it names
 WITH_ENGINE = (RequestState.SENT, RequestState.CANCELLING, RequestState.CUT, RequestState.ORPHANED)
 
@@ -209,11 +210,11 @@ class Work:
             self._looking = ticket.rid
             self.look_at(ticket, session)
 
-    def _judged(self, session: Session, result: VerifyResult) -> list[tuple[Event, str]]:
+    def _judged(self, rid: int, session: Session, result: VerifyResult) -> list[tuple[Event, str]]:
         failed = self.checks.judge(session, result)
         for event, _ in failed:
             shown = session.id[:SESSION_SHOWN]
-            self._log.error("verify failed", session=shown, model=session.model, **event.details)
+            self._log.error("verify failed", rid=rid, session=shown, model=session.model, **event.details)
         return failed
 
     def fork_trunk(self, ticket: Ticket, trunk: Session, request: Fork) -> None:
@@ -262,6 +263,7 @@ class Work:
         if engine.ready and self.queues.open_to(ticket, engine.id):
             self._send(ticket, engine)
         else:
+            ticket.record.waits("trial" if engine.ready else "engine")
             self.queues.add(engine.id, ticket)
 
     def _send(self, ticket: Ticket, engine: Engine) -> None:
@@ -277,8 +279,8 @@ class Work:
         # Nothing runs in a session that its engine doesn't know: what ran ended with the last worker.
         if ticket.op not in ("open", "restore") and session.generation != engine.generation:
             self._adopt(session, engine)
-        ticket.generation = session.generation = engine.generation
-        ticket.advance(RequestEvent.SEND)
+        session.generation = engine.generation
+        ticket.sent_to(engine.generation)
         children = [child.id for child in ticket.children]
         base, again = ticket.base, ticket.op == "decode" and ticket.resumes > 0
         ticket.base = session.length if base is None else base
@@ -311,15 +313,14 @@ class Work:
     def _send_file(self, ticket: Ticket, engine: Engine) -> None:
         """Of an `import`, which has no session."""
         assert ticket.request is not None
-        ticket.generation = engine.generation
-        ticket.advance(RequestEvent.SEND)
+        ticket.sent_to(engine.generation)
         engine.send(Command(ticket.rid, ticket.request, owner=ticket.owner, snapshot=ticket.snapshot))
 
     def _adopt(self, session: Session, engine: Engine) -> None:
         """Tells a worker of a session that another one had."""
         ticket = self._tickets.open_own("adopt", None, session)
-        ticket.model, ticket.generation = engine.id, engine.generation
-        ticket.advance(RequestEvent.SEND)
+        ticket.model = engine.id
+        ticket.sent_to(engine.generation)
         session.generation = engine.generation
         background = session.session_class == "background"
         tokens = session.tokens.tolist()
@@ -361,6 +362,7 @@ class Work:
         self._drop_held(session, "a newer sync replaced this one before it began")
         session.advance(SessionEvent.SUPERSEDE)
         session.held = ticket.rid
+        ticket.record.waits("session")
         self._cancel_running(session)
 
     def _close(self, ticket: Ticket, session: Session) -> None:
@@ -371,6 +373,7 @@ class Work:
             self._drop_held(session, "the session was closed before this sync began")
             session.advance(SessionEvent.CLOSE)
             session.held = ticket.rid
+            ticket.record.waits("session")
             self._cancel_running(session)
         else:
             raise self._busy(ticket, session)
@@ -557,6 +560,7 @@ class Work:
             event = Event(event="session_moved", session=session.id, model=session.model, details=details)
             self._watchers.publish(event, session.owner)
 
+
     def on_down(self, engine: Engine, generation: int, reason: str) -> None:
         """A worker process is no more; `reason` in words."""
         moved = [session for session in self._catalog if session.generation == generation]
@@ -600,6 +604,15 @@ class Work:
                 self._take_back(ticket)
         self.queues.put_first(engine.id, again)
         self._metrics.count("requests_resumed", len(again))
+        if tickets:
+            self._log.warning(
+                "requests interrupted",
+                rids=[ticket.rid for ticket in tickets][:RIDS_LOGGED],
+                requests=len(tickets),
+                going_on=len(again),
+                model=engine.id,
+                reason=reason,
+            )
         for ticket in tickets:
             if ticket.state in WITH_ENGINE:
                 self._ended(ticket, self._last_word(ticket, reason))
@@ -614,7 +627,11 @@ class Work:
             self._metrics.count("sessions_quarantined")
             session.quarantined = why_quarantined(self.queues.suspicion.deaths(session.id), reason)
             self._catalog.record(session)
-            self._log.error("session quarantined", model=session.model, session=session.id[:8], reason=reason)
+            rids = [ticket.rid for ticket in tickets if ticket.session is session]
+            shown = session.id[:SESSION_SHOWN]
+            self._log.error(
+                "session quarantined", rids=rids, model=session.model, session=shown, reason=reason
+            )
         return session
 
     def _last_word(self, ticket: Ticket, reason: str) -> Body:
@@ -656,6 +673,7 @@ class Work:
         self._watchers.publish(Event(event="engine_failed", model=engine.id, details={"reason": message}))
         self._refuse_waiting(engine, Unsupported(message, field="model"))
 
+
     def on_silent(self, engine: Engine, silent_s: float) -> None:
         details = {"silent_s": round(silent_s, 1)}
         self._watchers.publish(Event(event="engine_silent", model=engine.id, details=details))
@@ -679,7 +697,7 @@ class Work:
             body, session.refusal = session.refusal, None
         events = self._settlement.settle(ticket, body)
         if isinstance(body, VerifyResult) and session is not None:
-            events += self._judged(session, body)
+            events += self._judged(ticket.rid, session, body)
         if session is not None and session.state is SessionState.CLOSED:
             self._archive.closed(session)
         self._tickets.reply(ticket, body)

@@ -169,7 +169,7 @@ class Engine:
         if not isinstance(error, StateroomError):
             incident = self.report(error, rid)
             error = Internal(
-                "The engine failed at this request; the log has the incident.", incident=incident
+                "The engine failed at this request; the log has the incident.", incident=incident, rid=rid
             )
         self.answer(rid, error.body(), journal)
 

@@ -83,7 +83,7 @@ class Fetching:
         fetch = _Fetch(fill, wanted, snapshot is not None)
         self._engine.requests[fill.rid] = fill
         self._waiting[fill.rid] = fetch
-        self._engine.recorder.wait(fill.rid, "disk", self._engine.clock_ms(), reads=True)
+        self._engine.recorder.wait(fill.rid, "disk", self._engine.clock_ms(), does="read")
         self._disk.ask(lambda: self._disk.library.manifest(wanted), lambda found: self._found(fetch, found))
 
     @property

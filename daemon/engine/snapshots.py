@@ -45,6 +45,11 @@ class Snapshots:
             raise Unsupported("Nothing is kept here: this daemon has no disk for it; its log says why.")
         return self._engine.disk
 
+    @property
+    def opening(self) -> list[int]:
+        """Requests that wait for the disk, and have no session yet."""
+        return list(self._open)
+
     def stop(self) -> None:
         """Whatever waits for the disk is answered now: nobody will wait for that any longer."""
         error = ShuttingDown("The daemon is stopping, and the disk wasn't done with this.")
@@ -133,7 +138,7 @@ class Snapshots:
 
     def _hold(self, rid: int, session: Session) -> None:
         self._engine.requests[rid] = self._disk().shelvings[rid] = Shelving(rid, session)
-        self._engine.recorder.wait(rid, "disk", self._engine.clock_ms(), writes=True)
+        self._engine.recorder.wait(rid, "disk", self._engine.clock_ms(), does="write")
 
     def _release(self, rid: int) -> bool:
         """The session is free again; False when the request was answered already."""
@@ -154,7 +159,7 @@ class Snapshots:
             return found, tokens, chat
 
         self._open.add(command.rid)
-        self._engine.recorder.wait(command.rid, "disk", self._engine.clock_ms(), reads=True)
+        self._engine.recorder.wait(command.rid, "disk", self._engine.clock_ms(), does="read")
         disk.ask(read, partial(self._begun, command, request))
 
     def _begun(self, command: Command, request: p.Restore, found: Beginning | Exception) -> None:
@@ -228,7 +233,7 @@ class Snapshots:
             return kept_of(disk.library.entries[made.id])
 
         self._open.add(command.rid)
-        self._engine.recorder.wait(command.rid, "disk", self._engine.clock_ms(), writes=True)
+        self._engine.recorder.wait(command.rid, "disk", self._engine.clock_ms(), does="write")
         disk.change(read, partial(self._taken_in, command.rid, request))
 
     def _taken_in(self, rid: int, request: p.Import, kept: Kept | Exception) -> None:

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -67,6 +68,7 @@ class Worker:
         self.engine = commands.engine
         self.stopping = False
         self._park_s = 0.0
+        self._recalls: deque[int] = deque()  # rids
         self._pulse_due = 0.0
         self._sleep: Callable[[int], object] = socket.poll
         if self.engine.disk is not None:  # what it was asked may be done
@@ -81,6 +83,7 @@ class Worker:
         while not self.stopping:
             unchecked |= self._take(0 if busy else int(PULSE_S * 1000))
             busy = self.engine.step()
+            busy |= self._recall()
             if unchecked and not busy:
                 unchecked = not self.engine.conservation.at_rest()
             self._pulse()
@@ -101,13 +104,17 @@ class Worker:
             if isinstance(message, Budget) and self.limits is not None:
                 self.limits.apply(message.nbytes)
             if isinstance(message, Recall):
-                send(self.socket, self._recorded(message.rid))
+                self._recalls.append(message.rid)
             else:
                 self.commands.take(message)
         return True
 
-    def _recorded(self, rid: int) -> Recorded:
-        return Recorded(rid, *self.engine.recorder.marks(rid, self.engine.clock_ms()))
+    def _recall(self) -> bool:
+        """Tells what is remembered of one request, and no more in a turn. Whether others are left."""
+        if self._recalls:
+            rid = self._recalls.popleft()
+            send(self.socket, Recorded(rid, *self.engine.recorder.marks(rid, self.engine.clock_ms())))
+        return bool(self._recalls)
 
     def _pulse(self) -> None:
         now = time.monotonic()

@@ -12,6 +12,7 @@ It speaks `daemon/link.py` as a real worker does. `--model` is its script: `key=
     weights       bytes of its weights (default 0)
     save_s        pause before a save, park, restore or import (default 0)
     after_save    `die`: it is killed when a save is on disk and not answered; once
+    mute          it tells nothing of what it remembers
 Token ids that are orders, when a prefill meets them:
     DIE           the process is killed
     HANG          it does nothing more, not even pulse
@@ -91,8 +92,11 @@ from stateroom.daemon.link import (
     Failed,
     Journal,
     Journals,
+    Mark,
     Pulse,
     Ready,
+    Recall,
+    Recorded,
     Shelved,
     Short,
     Stop,
@@ -197,6 +201,10 @@ class Worker:
             self.sessions[message.session] = list(message.tokens)
             receipt = Receipt(reused=0, why="adopted")
             self.answer(message.rid, LengthResult(length=len(message.tokens), receipt=receipt))
+        elif isinstance(message, Recall):
+            if "mute" not in self.script:
+                now_ms = time.monotonic() * 1000.0
+                self.send(Recorded(message.rid, [Mark("turn", now_ms, 0.0, {"rid": message.rid})]))
         elif isinstance(message, Discard):
             self.discard(message.snapshots)
         elif isinstance(message, CancelCommand):

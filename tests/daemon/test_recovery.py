@@ -35,6 +35,7 @@ from stateroom.daemon.recovery import (
     order,
     seeded,
 )
+from stateroom.daemon.recorder import Record
 from stateroom.daemon.session import Session
 from stateroom.daemon.tickets import Ticket
 
@@ -49,6 +50,7 @@ def ticket_of(session: Session | None, request: Request, rid: int = 1, **fields:
         id=rid,
         delimited=False,
         started_s=0.0,
+        record=Record(lambda: 0.0),
         session=session,
         **fields,
     )

@@ -41,6 +41,7 @@ from stateroom.client.protocol import (
     ServerLimits,
     SessionInfo,
     SnapshotInfo,
+    Span,
     Speculate,
     Text,
     TokenEvent,
@@ -66,6 +67,7 @@ TOLD = {
     "limits": ServerLimits,
     "session": SessionInfo,
     "request": RequestInfo,
+    "span": Span,
     "trunk": TrunkInfo,
     "snapshot": SnapshotInfo,
 }
