@@ -39,7 +39,7 @@ LAYERS = (
     ),
     # The commands and the demo are clients that happen to be installed with the daemon.
     Layer(
-        r"daemon/cli\.py|daemon/(commands|demo|doctor)/.*",
+        r"daemon/cli\.py|daemon/(commands|demo|doctor|top)/.*",
         r"client(\..*)?|daemon(?!\.engine).*|deploy(\..*)?",
     ),
     # Files of snapshots, which nothing of mlx is needed to read.

@@ -14,9 +14,10 @@ from io import TextIOWrapper
 
 import typer
 
-from stateroom.client.errors import ClientError, StateroomError
+from stateroom.client.errors import BadConfig, ClientError, StateroomError
 from stateroom.daemon.commands.bench import bench
 from stateroom.daemon.commands.chat import chat
+from stateroom.daemon.commands.config import app as config
 from stateroom.daemon.commands.demo import demo
 from stateroom.daemon.commands.doctor import doctor
 from stateroom.daemon.commands.generate import generate
@@ -29,8 +30,18 @@ from stateroom.daemon.commands.service import app as service
 from stateroom.daemon.commands.sessions import close, park, verify
 from stateroom.daemon.commands.snapshots import export, forget, import_, restore, save, snapshots
 from stateroom.daemon.commands.stop import stop
+from stateroom.daemon.commands.top import top
 from stateroom.daemon.commands.version import version
-from stateroom.daemon.exits import FAILED, INTERRUPTED, LAUNCHD, OK, PERMANENT, SERVICE_VARIABLE, Leave
+from stateroom.daemon.exits import (
+    CONFIG,
+    FAILED,
+    INTERRUPTED,
+    LAUNCHD,
+    OK,
+    PERMANENT,
+    SERVICE_VARIABLE,
+    Leave,
+)
 from stateroom.daemon.models import ModelsError
 
 NAME = "stateroom"
@@ -48,12 +59,13 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Talk": (generate, chat),
     "Sessions": (ps, close, park, verify),
     "Snapshots": (save, restore, snapshots, forget, export, import_),
-    "Look": (stats, logs, doctor, bench, version),
+    "Look": (top, stats, logs, doctor, bench, version),
 }
-GROUPS = {"Set up": {"model": model, "service": service, "keys": keys}}
+GROUPS = {"Set up": {"model": model, "config": config, "service": service, "keys": keys}}
 for panel, commands in COMMANDS.items():
     for command in commands:
-        app.command(command.__name__.rstrip("_"), rich_help_panel=panel)(command)
+        own = {"auto_envvar_prefix": NAME.upper()} if command is serve else None
+        app.command(command.__name__.rstrip("_"), rich_help_panel=panel, context_settings=own)(command)
 for panel, groups in GROUPS.items():
     for name, group in groups.items():
         app.add_typer(group, name=name, rich_help_panel=panel)
@@ -72,6 +84,8 @@ def obeyed() -> int:
         return leaving.code if isinstance(leaving.code, int) else 0
     except Leave as leaving:
         return failed(leaving.message, leaving.code)
+    except BadConfig as error:
+        return failed(str(error), CONFIG)
     except (ClientError, StateroomError, ModelsError) as error:
         return failed(str(error), FAILED)
     except OSError as error:  # a full disk, say

@@ -1,0 +1,149 @@
+"""Where snapshots come from: a daemon, looked at with care.
+
+The daemon answers `list` and `stats` by itself, and while it does it serves nobody: with 16,384 sessions for
+some 50 ms. So what a look keeps it busy decides how soon the next one may be.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from stateroom.client.async_room import AsyncRoom
+from stateroom.client.asynchronous import connect_async
+from stateroom.client.errors import Invalid, UnknownOperation
+from stateroom.client.protocol import (
+    Close,
+    CloseResult,
+    List,
+    ListResult,
+    Park,
+    ParkResult,
+    Requests,
+    RequestsResult,
+    SessionInfo,
+)
+from stateroom.client.timeouts import Timeouts
+from stateroom.daemon.exits import FAILED, Leave
+from stateroom.daemon.top.snapshot import Snapshot
+from stateroom.daemon.top.view import Act
+from stateroom.daemon.top.words import clean, size
+
+APP = "top"
+BUSY_PART = 0.025  # of the time that the daemon may spend on each of the two kinds of looks: 5 % in all
+LATEST_PART = 0.25  # of the latest look in what they are taken to need: some wait for others on the way
+CONNECT_S = 2.0  # to find it, at first and whenever it was lost; tried again and again
+ANSWER_S = 5.0  # for the daemon to answer a look; then it is said that it doesn't
+ACT_S = 60.0  # for what a key began: a park waits for what runs, and writes to the disk
+
+T = TypeVar("T")
+Clock = Callable[[], float]
+
+
+class Source(Protocol):
+    """Looks and acts. Both raise what the client raises, and `Leave` where there is no use in going on."""
+
+    async def look(self) -> Snapshot: ...
+
+    async def act(self, act: Act, session: SessionInfo) -> str:
+        """Does it to a session, as its owner, and says what came of it."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Pace:
+    """How often something may be asked: not sooner than `interval_s`, nor for much of the daemon's time."""
+
+    interval_s: float
+    every_s: float = 0.0
+    last_s: float = float("-inf")
+    busy_s: float = 0.0  # at the last ones, the latest counting most
+
+    def due(self, now_s: float) -> bool:
+        # A look is due a little early rather than a whole interval late.
+        return now_s - self.last_s >= self.every_s - self.interval_s / 2
+
+    def took(self, now_s: float, busy_s: float) -> None:
+        first = self.last_s == float("-inf")
+        self.busy_s = busy_s if first else self.busy_s + LATEST_PART * (busy_s - self.busy_s)
+        self.last_s, self.every_s = now_s, max(self.interval_s, self.busy_s / BUSY_PART)
+
+
+class DaemonSource:
+    """A connection, made anew whenever it was lost. `interval_s`: the least time between looks."""
+
+    def __init__(
+        self,
+        endpoint: str | None,
+        interval_s: float,
+        clock: Clock = time.monotonic,
+        own_clock: Clock = time.thread_time,
+    ) -> None:
+        self._endpoint = endpoint
+        self._clock, self._own_clock = clock, own_clock
+        self._room = connect_async(endpoint, app=APP, timeout_s=CONNECT_S, timeouts=Timeouts(call_s=ANSWER_S))
+        self._figures, self._lists = Pace(interval_s), Pace(interval_s)
+        self._sessions: list[SessionInfo] = []
+
+    async def look(self) -> Snapshot:
+        room = self._room
+        try:
+            requests, busy_s = await self._timed(room.call(Requests(everyone=True), RequestsResult))
+            stats, more_s = await self._timed(room.stats())
+            if self._lists.due(self._clock()):
+                listed, long_s = await self._timed(room.call(List(everyone=True), ListResult))
+                self._sessions = listed.sessions
+                self._lists.took(self._clock(), long_s)
+        except (UnknownOperation, Invalid) as error:
+            raise Leave(
+                FAILED,
+                f"The daemon, of version {clean(room.server.version)}, is too old for this command; restart "
+                "it with the version that is installed.",
+            ) from error
+        now_s = self._clock()
+        self._figures.took(now_s, busy_s + more_s)
+        return Snapshot(
+            endpoint=room.endpoint,
+            version=clean(room.server.version),
+            at_s=now_s,
+            every_s=self._figures.every_s,
+            stats=stats,
+            sessions=self._sessions,
+            sessions_at_s=self._lists.last_s,
+            sessions_every_s=self._lists.every_s,
+            requests=requests.requests,
+        )
+
+    async def _timed(self, asked: Awaitable[T]) -> tuple[T, float]:
+        """The answer, and for how long the daemon was at it: without what reading it took here."""
+        since_s, own_s = self._clock(), self._own_clock()
+        answer = await asked
+        return answer, max(self._clock() - since_s - (self._own_clock() - own_s), 0.0)
+
+    async def act(self, act: Act, session: SessionInfo) -> str:
+        async with connect_async(self._endpoint, app=self._as_client(session.owner)) as room:
+            return await _done(room, act, session)
+
+    def _as_client(self, owner: str) -> str:
+        """What a client is to call itself to be this owner. With a key all stand below the key's name."""
+        return owner.removeprefix(self._room.server.app.removesuffix(APP))
+
+    async def close(self) -> None:
+        await self._room.close()
+
+
+async def _done(room: AsyncRoom, act: Act, session: SessionInfo) -> str:
+    name = session.name or session.session[:8]
+    if act is Act.CANCEL:
+        ended = await room.cancel(session.session)
+        return f"What ran in {name} was cancelled." if ended else f"Nothing runs in {name}."
+    if act is Act.PARK:
+        parked = await room.call(Park(session=session.session), ParkResult, timeout_s=ACT_S)
+        return f"{name} is parked ({parked.tier}): {size(parked.freed_bytes)} freed on the device."
+    assert act is Act.CLOSE, act
+    closed = await room.call(Close(session=session.session), CloseResult, timeout_s=ACT_S)
+    return f"{name} is closed: {size(closed.freed_bytes)} freed."
