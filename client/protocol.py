@@ -761,6 +761,7 @@ class Span:
     """What took a request's time, or with 0 ms a moment of it; `details` are strings and numbers."""
 
     name: str
+    where: Literal["broker", "engine"] = "broker"
     start_ms: float = 0.0  # since the request arrived
     ms: float = 0.0
     details: dict[str, Any] = field(default_factory=dict)
