@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.conftest import RunningDaemon
-from tests.system.conftest import ConnectTo
+from tests.conftest import RunningDaemon, StartDaemon
+from tests.system.conftest import ConnectTo, Restart
 
 from stateroom.client import connect_async
 from stateroom.client.errors import NotFound
@@ -119,6 +119,56 @@ def test_a_key_while_suggestions_are_drawn_drops_them(tiny_daemon: RunningDaemon
         await source.settled()
 
     assert typing(tiny_daemon, keys)[-1][0] == "the lazy dog"
+
+
+def test_a_buffer_that_was_closed_is_opened_again(tiny_daemon: RunningDaemon, connect_to: ConnectTo) -> None:
+    async def keys(source: Any) -> None:
+        source.typed("the quick brown fox")
+        await source.settled()
+        (buffer,) = connect_to(tiny_daemon, "typing").list()
+        assert buffer.expires_in_s is not None
+        connect_to(tiny_daemon, "typing").session(buffer.session).close()
+        source.typed("the quick brown fox jumps")
+        await source.settled()
+
+    assert [text for text, _ in typing(tiny_daemon, keys)] == [
+        "the quick brown fox",
+        "the quick brown fox jumps",
+    ]
+
+
+def test_without_a_daemon_there_are_no_suggestions_and_with_the_next_one_there_are(
+    start_daemon: StartDaemon, restart: Restart, tiny_folder: Path
+) -> None:
+    daemon = start_daemon(model=tiny_folder)
+
+    async def keys(source: Any) -> None:
+        source.typed("the quick brown fox")
+        await source.settled()
+        daemon.stop()
+        source.typed("the quick brown fox jumps")
+        await source.settled()
+        assert "stateroom serve" in source.problem
+        await asyncio.to_thread(restart(daemon).wait_until_answering)
+        source.typed("the quick brown fox jumps over")
+        await source.settled()
+        assert source.problem == ""
+
+    assert [text for text, _ in typing(daemon, keys)] == [
+        "the quick brown fox",
+        "the quick brown fox jumps over",
+    ]
+
+
+def test_what_is_kept_of_a_long_text_begins_elsewhere_only_now_and_then() -> None:
+    module = example("completion_source")
+    most = module.CHARACTERS_MAX
+    text = "".join(chr(33 + n % 90) for n in range(3 * most))
+    begins = [len(text[:n]) - len(module.kept(text[:n])) for n in range(len(text) + 1)]
+    assert all(text[:n].endswith(module.kept(text[:n])) for n in range(0, len(text), 997))
+    assert max(n - begin for n, begin in enumerate(begins)) == most
+    assert min(n - begin for n, begin in enumerate(begins) if n > most) > most - module.CUT
+    assert sorted(set(begins)) == list(range(0, 2 * most + 1, module.CUT))
 
 
 # ---------------------------------------------------------------- best of n
