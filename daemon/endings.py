@@ -47,6 +47,9 @@ class Settlement:
                 session.generation = NO_ENGINE
                 if body.code != "engine_lost":  # the worker would not have it; else it merely died
                     session.refusal = unfit(session, body)
+            elif session.lost:
+                session.lost = False
+                self._metrics.count("sessions_recovered")
             return []
         if ticket.op in ("close", "unpublish"):
             return self._dead(session)

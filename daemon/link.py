@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import typing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from stateroom.client.protocol import (
     KV,
@@ -25,6 +25,7 @@ from stateroom.client.protocol import (
     Progress,
     Request,
     TokenEvent,
+    Waiting,
 )
 from stateroom.client.wire import (
     DecodeError,
@@ -35,6 +36,7 @@ from stateroom.client.wire import (
     kind_of,
     to_wire,
 )
+from stateroom.daemon.timings import Spread
 
 # ---------------------------------------------------------------- broker → worker
 
@@ -142,6 +144,9 @@ ToWorker = Command | Adopt | CancelCommand | Stop | Discard | Budget | Recall
 
 # ---------------------------------------------------------------- worker → broker
 
+# Why a session's KV left the device: another needed the room, the budget became smaller, `park` asked for it,
+# a pass failed, or nothing of it fits the content that the session has now.
+Left = Literal["memory", "budget", "asked", "failed", "content"]
 
 
 @dataclass(frozen=True)
@@ -170,6 +175,7 @@ class Journal:
     chat: list[ChatTurn] | None = None  # all turns, when they changed
     snapshot: str | None = None  # the automatic one that it has on disk, when that changed; "": none
     kv: KV | None = None  # of a session that was restored: the scheme that it was saved with
+    left: Left | None = None  # why its KV isn't on the device any more
 
 
 @dataclass(frozen=True)
@@ -236,11 +242,26 @@ class Failed:
     permanent: bool
 
 
+WAITS_TOLD = 256  # requests of which a pulse tells; of others it isn't known why they wait
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a request that a worker has waits for, if it does. `done` of `total` tokens; 0 of 0: not known."""
+
+    rid: int
+    waiting: Waiting | None = None
+    done: int = 0
+    total: int = 0
+
+
 @dataclass(frozen=True)
 class Pulse:
     """Sent about once a second while working or not: proof of life, with gauges by name."""
 
     gauges: dict[str, float]
+    doing: list[Doing] = field(default_factory=list)
+    timings: list[Spread] = field(default_factory=list)  # since the worker's start
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class Session:
     generation: int = NO_ENGINE
     running: int | None = None
     running_op: str | None = None
+    lost: bool = False  # its worker died, and no other has it yet
     refusal: ErrorBody | None = None  # its worker would not take it over, and what asked isn't told yet
     held: int | None = None  # rid of the `sync` or `close` that waits for the running request's end
 

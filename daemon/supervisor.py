@@ -30,6 +30,7 @@ from stateroom.daemon.lifecycle import ENGINES, EngineEvent, EngineState, after
 from stateroom.daemon.link import (
     Answer,
     Command,
+    Doing,
     Failed,
     FromWorker,
     Journals,
@@ -49,6 +50,7 @@ from stateroom.daemon.logs import LEVELS
 from stateroom.daemon.memory import Memory
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.sockets import LinkSocket
+from stateroom.daemon.timings import Histogram, histograms
 
 LINE_BYTES_MAX = 8_192  # of what a worker writes to stderr; a longer line is broken up
 LAST_LINES = 40  # of a dead worker's stderr that go with the news of its death
@@ -67,6 +69,7 @@ class Listener(Protocol):
     def on_down(self, engine: Engine, generation: int, reason: str) -> None: ...
     def on_failed(self, engine: Engine, message: str) -> None: ...
     def on_silent(self, engine: Engine, silent_s: float) -> None: ...
+    def on_doing(self, engine: Engine, doing: list[Doing]) -> None: ...
 
 
 class Engine:
@@ -79,11 +82,13 @@ class Engine:
         self.known: ModelInfo | None = None  # what the last worker said of the model
         self.facts: dict[str, Any] = {}
         self.gauges: dict[str, float] = {}
+        self.timings: dict[str, Histogram] = {}  # as its last pulse told them
+        self.doing: dict[int, Doing] = {}  # likewise, of its requests
         self.failure: str | None = None
         self.starts = self.deaths = 0
         self.pid: int | None = None
         self.changed_s = self.pulse_s = self.used_s = supervisor.clock()
-        self.silent = False
+        self.silent = self.unused = False
         self.retry_at_s = 0.0
         self._asked_s: float | None = None  # when a worker that hangs was asked for its stacks
         self._supervisor = supervisor
@@ -168,6 +173,7 @@ class Engine:
     def leaves(self, why: str) -> None:
         """It is to stop, and that is no failure."""
         self.advance(EngineEvent.STOP)
+        self.unused = bool(why)
         if self._process is not None:  # else it would be ended as soon as there is one
             self._ending = why
 
@@ -179,7 +185,7 @@ class Engine:
         self._supervisor.metrics.count("engine_starts")
         self.pid, self.failure, self._ending, self.silent, self._asked_s = None, None, "", False, None
         self._believed = True
-        self.gauges = {}
+        self.gauges, self.timings, self.doing = {}, {}, {}
         self._supervisor.memory.begin(self)
         self.life = self._supervisor.spawn(self._live(self.generation))
 
@@ -229,6 +235,7 @@ class Engine:
         failed = self.state is EngineState.FAILED
         self.advance(EngineEvent.DIED)
         supervisor.memory.gone(generation)
+        self.doing = {}
         if was_asked or failed:
             supervisor.log.info("engine stopped", model=self.id, reason=reason)
         else:
@@ -270,7 +277,9 @@ class Engine:
         elif isinstance(message, Journals):
             supervisor.listener.on_journals(self, message)
         elif isinstance(message, Pulse):
-            self.gauges = message.gauges
+            self.doing = {each.rid: each for each in message.doing}
+            supervisor.listener.on_doing(self, message.doing)
+            self.gauges, self.timings = message.gauges, dict(histograms(message.timings))
             supervisor.memory.take(self, message)
         elif isinstance(message, Short | Within):
             supervisor.memory.take(self, message)

@@ -125,8 +125,10 @@ class View:
     def waiting(self, ticket: Ticket) -> Waiting | None:
         """Why an open request doesn't go on."""
         engine = self._supervisor.known(ticket.model or "")
-        ready = engine is not None and engine.ready
-        return waits_for(ticket, ready=ready, told=None)
+        if engine is None:
+            return waits_for(ticket, ready=False, told=None)
+        doing = engine.doing.get(ticket.rid)
+        return waits_for(ticket, ready=engine.ready, told=None if doing is None else doing.waiting)
 
     def _seen(self, peer: Peer, sees: Sight, reference: str) -> Session:
         """A session by its id, if it may be seen, or an own one by its name."""

@@ -48,7 +48,17 @@ from stateroom.daemon.endings import (
     streams,
 )
 from stateroom.daemon.lifecycle import EngineState, RequestEvent, RequestState, SessionEvent, SessionState
-from stateroom.daemon.link import Adopt, Answer, CancelCommand, Command, Journal, Journals, Kept, Shelved
+from stateroom.daemon.link import (
+    Adopt,
+    Answer,
+    CancelCommand,
+    Command,
+    Doing,
+    Journal,
+    Journals,
+    Kept,
+    Shelved,
+)
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer
 from stateroom.daemon.queues import Queues
@@ -557,14 +567,30 @@ class Work:
         if session.resident is not resident and session.state is not SessionState.OPENING:
             self._metrics.count(f"moved.{session.tier}")
             details = {"tier": session.tier}
+            if not session.resident:
+                details["reason"] = self._evicted(change.left or "content")
             event = Event(event="session_moved", session=session.id, model=session.model, details=details)
             self._watchers.publish(event, session.owner)
 
+    def _evicted(self, why: str) -> str:
+        if why == "budget" and self._supervisor.memory.pressure.most_bytes is not None:
+            why = "pressure"
+        self._metrics.count(f"evicted.{why}")
+        return why
 
     def on_down(self, engine: Engine, generation: int, reason: str) -> None:
         """A worker process is no more; `reason` in words."""
         moved = [session for session in self._catalog if session.generation == generation]
+        if self._ending:
+            why = "stopped"
+        elif engine.stopping:
+            why = "unused" if engine.unused else "unloaded"
+        else:
+            why = "lost"
         for session in moved:
+            if session.resident:
+                self._evicted(why)
+            session.lost = why == "lost"
             self._catalog.forget_engine(session)
         had = self._with(generation)
         again = self._part(engine, had, reason)
@@ -673,6 +699,17 @@ class Work:
         self._watchers.publish(Event(event="engine_failed", model=engine.id, details={"reason": message}))
         self._refuse_waiting(engine, Unsupported(message, field="model"))
 
+    def on_doing(self, engine: Engine, doing: list[Doing]) -> None:
+        """How far its requests are; of a stream the broker counts what it tells."""
+        now_s = self._supervisor.clock()
+        for each in doing:
+            ticket = self._tickets.get(each.rid)
+            if ticket is None or not each.total:
+                continue
+            if not isinstance(ticket.request, Decode):
+                ticket.done, ticket.total = each.done, each.total
+            elif not ticket.request.stream:
+                ticket.drew(each.done, now_s)
 
     def on_silent(self, engine: Engine, silent_s: float) -> None:
         details = {"silent_s": round(silent_s, 1)}

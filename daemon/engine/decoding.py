@@ -318,14 +318,14 @@ class Decoding:
     def _stream_failed(self, stream: Stream, error: BaseException) -> None:
         stream.finish = "cancelled"
         stream.session.lent = False
-        stream.session.drop_kv()
+        stream.session.drop_kv("failed")
         self._forget(stream)
         self._engine.fail(stream.rid, error, self._engine.journal(stream.session, stream.base))
 
 
 def without_numbers(session: Session) -> Numeric:
     """What to answer when its logits aren't finite. The KV goes, where what spoiled them may lie."""
-    session.drop_kv()
+    session.drop_kv("failed")
     return Numeric(
         "The model gave NaN or infinite logits for this session; its KV was dropped and will "
         "be computed again from its tokens when it is next used.",

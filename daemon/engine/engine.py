@@ -192,6 +192,7 @@ class Engine:
         if session.cache is not None and session.cache.quantised != session.quantised_told:
             session.quantised_told = session.cache.quantised
             kinds = [KindCaps(kind=k.kind, scheme=k.scheme, layers=k.layers) for k in session.cache.kinds()]
+        resident = session.lent or session.stored > 0 or session.length <= 1
         return Journal(
             session=session.id,
             keep=keep,
@@ -200,11 +201,12 @@ class Engine:
             live_bytes=live_bytes,
             parts=parts,
             kinds=kinds,
-            resident=session.lent or session.stored > 0 or session.length <= 1,
+            resident=resident,
             chat=chat,
             trim_floor=None if session.lent else session.trim_floor,
             checkpoints=None if session.lent else session.checkpoints,
             snapshot=session.snapshot_news(),
+            left=None if resident else session.left,
         )
 
     # ------------------------------------------------------------ the loop

@@ -14,6 +14,7 @@ from stateroom.daemon.engine.fill import Fill, launch_together
 from stateroom.daemon.engine.score import Score
 from stateroom.daemon.engine.verify import Verify
 from stateroom.daemon.scheduler.plan import Job, Plan
+from stateroom.daemon.timings import EngineTimings
 
 if TYPE_CHECKING:
     from stateroom.daemon.engine.engine import Engine
@@ -50,6 +51,7 @@ class Filling:
         self.works: dict[int, Work] = {}  # by rid
         self.quantum: Quantum | None = None
         self.tokens = 0  # computed since the start
+        self.timings = EngineTimings()
         self._turn: Turn | None = None  # None after idling
 
     def begin(self, work: Work) -> None:
@@ -110,7 +112,13 @@ class Filling:
         if turn is not None:
             steady = turn.rows_then == self._engine.decoding.rows  # else rows were moved, too
             ms = self._engine.clock_ms() - turn.began_ms
-            self._engine.schedule.spent(turn.plan, ms, rows=turn.rows, fed=turn.fed, steady=steady)
+            step_ms, quantum_ms = self._engine.schedule.spent(
+                turn.plan, ms, rows=turn.rows, fed=turn.fed, steady=steady
+            )
+            if turn.rows:
+                self.timings.step.add(step_ms / 1000.0)
+            if turn.fed:
+                self.timings.quantum.add(quantum_ms / 1000.0)
 
     def _launch(self, plan: Plan) -> None:
         pieces, began_ms = [], self._engine.clock_ms()
@@ -221,7 +229,7 @@ class Filling:
         self._forget(work)
         if isinstance(work, Fill):
             work.end_cancelled()
-            work.session.drop_kv()
+            work.session.drop_kv("failed")
         self._refuse_work(work, error)
 
     def _refuse_work(self, work: Work, error: BaseException) -> None:

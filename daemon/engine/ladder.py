@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from stateroom.daemon.engine.demotion import freeable, plan
 from stateroom.daemon.engine.memory import NoRoom
 from stateroom.daemon.engine.session import Session
-from stateroom.daemon.link import Journals, Kept, Short, Within
+from stateroom.daemon.link import Journals, Kept, Left, Short, Within
 
 if TYPE_CHECKING:
     from stateroom.daemon.engine.engine import Engine
@@ -78,6 +78,7 @@ class Ladder:
         self._trying: _Held | None = None  # is being taken again
         self._leaving: dict[Session, float] = {}  # on their way to disk: when they were last used
         self._next: list[Session] = []  # to leave after those
+        self._why: Left = "memory"  # they do
         self._limit: int | None = None  # a budget that is to be told once it is kept
         self._most = 0  # that the budget may become, as the broker said
         self._seen: object = None  # what there was when nobody who waits could be helped
@@ -163,7 +164,7 @@ class Ladder:
         lacking, self._wished = self._wished - self._engine.memory.free_bytes, 0
         if lacking > 0:
             idle, parts = self._engine.memory.idle()
-            self._demote(plan(idle, parts, lacking) or [])
+            self._demote(plan(idle, parts, lacking) or [], "memory")
 
     def _keep_within(self) -> None:
         memory = self._engine.memory
@@ -174,7 +175,8 @@ class Ladder:
                 self._limit = None
                 return
             idle, parts = memory.idle()
-            if not self._demote(plan(idle, parts, min(lacking, freeable(idle, parts))) or []):
+            gone = plan(idle, parts, min(lacking, freeable(idle, parts))) or []
+            if not self._demote(gone, "budget"):
                 return
 
     def _serve(self, held: _Held) -> None:
@@ -189,7 +191,7 @@ class Ladder:
             if gone is None:
                 self._ask(held, lacking - freeable(idle, parts))
                 return
-            if not self._demote(gone):
+            if not self._demote(gone, "memory"):
                 return
 
     def _take_again(self, held: _Held) -> None:
@@ -225,9 +227,9 @@ class Ladder:
 
     # ------------------------------------------------------------ giving way
 
-    def _demote(self, ids: list[str]) -> bool:
+    def _demote(self, ids: list[str], why: Left) -> bool:
         """Whether somebody has gone by now, or is about to."""
-        before = self.demoted
+        before, self._why = self.demoted, why
         self._next = [self._engine.sessions[each] for each in ids]
         self._send_off()
         return bool(self._leaving) or self.demoted > before
@@ -240,26 +242,26 @@ class Ladder:
                 continue
             disk = self._engine.disk
             if disk is None or session.stored < KEEP_MIN:
-                self._drop(session)
+                self._drop(session, self._why)
             else:
                 self._leaving[session] = session.used_ms
-                disk.keep(session, partial(self._kept, session))
+                disk.keep(session, partial(self._kept, session, self._why))
 
-    def _kept(self, session: Session, outcome: Kept | Exception) -> None:
+    def _kept(self, session: Session, why: Left, outcome: Kept | Exception) -> None:
         """It is on disk, or can't be: then its tokens are what stays. Whoever used it since keeps it here."""
         from stateroom.daemon.engine.disk import InUse  # which imports who imports this
 
         unused = self._leaving.pop(session) == session.used_ms
         if unused and not isinstance(outcome, InUse) and self._is_idle(session):
-            self._drop(session)
+            self._drop(session, why)
         self._seen = None
 
     def _is_idle(self, session: Session) -> bool:
         there = self._engine.sessions.get(session.id) is session
         return there and session not in self._engine.busy and session not in self.pinned
 
-    def _drop(self, session: Session) -> None:
-        session.drop_kv()
+    def _drop(self, session: Session, why: Left) -> None:
+        session.drop_kv(why)
         if session.guesser is not None:
             session.guesser.drafts = None
         self.demoted += 1

@@ -19,7 +19,7 @@ from stateroom.client.protocol import Source
 from stateroom.daemon.engine.kv import Served
 from stateroom.daemon.engine.speculation.guesser import Guesser
 from stateroom.daemon.engine.speculation.lookup import GRAM_MAX
-from stateroom.daemon.link import ChatTurn
+from stateroom.daemon.link import ChatTurn, Left
 
 REPLACED_MAX = 4_096  # tokens that the last cut dropped, kept to guess from
 NO_LIMIT = 2**62  # of tokens that a session may share with its owner's others
@@ -58,6 +58,7 @@ class Session:
     snapshot_told: str | None = None  # as the broker last heard
     parts_told: tuple[int, ...] = ()  # numbers of what it holds that others may, as the broker last heard
     quantised_told: bool | None = None  # how it is stored, as the broker last heard
+    left: Left | None = None  # why its KV was last dropped
     used_ms: float = 0.0  # when a request last came for it or ended, by the engine's clock
 
     @property
@@ -111,7 +112,9 @@ class Session:
         self.snapshot_told = self.snapshot
         return self.snapshot or ""
 
-    def drop_kv(self) -> None:
+    def drop_kv(self, why: Left = "content") -> None:
+        """`why` is told with the next journal, if it isn't there again by then."""
+        self.left = why
         self.cache = None
         self.stored = 0
         self.trail = Trail()

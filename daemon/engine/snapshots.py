@@ -93,7 +93,7 @@ class Snapshots:
             entry = engine.disk.library.entries.get(session.snapshot or "")
         freed = engine.memory.told(session).private
         engine.decoding.guessers.forget(session)
-        session.drop_kv()
+        session.drop_kv("asked")
         result = p.ParkResult(
             tier="tokens" if entry is None else "disk",
             length=session.length,

@@ -139,8 +139,10 @@ class Schedule:
         rows: Collection[int] = (),
         fed: Sequence[tuple[int, int]] = (),
         steady: bool = True,
-    ) -> None:
+    ) -> tuple[float, float]:
         """Settles a plan, once: what the turn took is charged to those for whom it ran.
+
+        Gives the milliseconds of the step and of the quantum, as they are charged.
 
         Args:
             ms: of the whole turn.
@@ -165,6 +167,7 @@ class Schedule:
         total = sum(tokens for _, tokens in fed)
         for key, tokens in fed:
             self._charge(plan.jobs[key], quantum_ms * tokens / total)
+        return step_ms, quantum_ms
 
     def _book(self, jobs: Mapping[int, Job], booked: Mapping[int, float], sign: int) -> None:
         for key, ms in booked.items():
