@@ -22,7 +22,9 @@ from typing import Self
 from benchmarks.peer import Peer
 
 from stateroom.client import Room, connect
+from stateroom.daemon.blas import VARIABLE as BLAS
 from stateroom.daemon.commands.model import fetch_demo
+from stateroom.daemon.settings.known import PREFIX
 
 START_S = 120.0  # for the daemon to answer and its model to load
 STOP_S = 10.0
@@ -129,7 +131,9 @@ class Rig:
     def daemon(self, model: Path, *options: str) -> Iterator[Room]:
         """A private daemon that has the model loaded. `options`: more of `serve`."""
         folder = Path(tempfile.mkdtemp(dir=self.scratch))
-        kept = {name: value for name, value in os.environ.items() if name != "STATEROOM_ENDPOINT"}
+        kept = {
+            name: value for name, value in os.environ.items() if name == BLAS or not name.startswith(PREFIX)
+        }
         own = {"STATEROOM_RUNTIME_DIR": str(folder / "run"), "STATEROOM_HOME": str(folder / "home")}
         command = [sys.executable, "-m", "stateroom.daemon.cli", "serve", "--model", str(model)]
         command += options

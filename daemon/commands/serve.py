@@ -13,6 +13,8 @@ import typer
 from stateroom.client.errors import BadEndpoint
 from stateroom.client.limits import BATCH_MAX
 from stateroom.client.paths import check_endpoint, default_endpoint, home_dir, ipc_path, runtime_dir
+from stateroom.daemon import settings
+from stateroom.daemon.commands.completing import installed_models
 from stateroom.daemon.config import STATE_NAME, Config, model_specs, parse_bytes, parse_quotas, parse_weights
 from stateroom.daemon.exits import CONFIG, Leave
 from stateroom.daemon.keys import KEYS_NAME, Keys, over_network
@@ -24,113 +26,265 @@ MIN_VERIFY_HOURS = 0.01
 
 UNLOAD_AFTER_S = 3_600.0
 LogLevel = Literal["debug", "info", "warning", "error"]
+# The panels of `serve --help`, and the parts of a configuration file.
+MODELS, WHERE, MEMORY, SHARING, LOOK, LOG = (
+    "Models", "Where", "Memory and disk", "Sharing a device", "Looking at it", "Log",
+)  # fmt: skip
+
+
+def configure(context: typer.Context, home: Path | None) -> Path | None:
+    """Takes the home, and of its configuration file what neither options nor environment say.
+
+    Raises:
+        BadConfig: the file can't be used.
+    """
+    if context.resilient_parsing:  # for completions
+        return home
+    if home is not None:
+        home = home.expanduser().resolve()
+        os.environ["STATEROOM_HOME"] = str(home)  # for the workers, too
+    context.default_map = settings.load().values
+    return home
+
+
+def checked_size(text: str | None) -> str | None:
+    if text:
+        parse_bytes(text)
+    return text
+
+
+def checked_weights(given: list[str] | None) -> list[str] | None:
+    parse_weights(given or [])
+    return given
+
+
+def checked_quotas(given: list[str] | None) -> list[str] | None:
+    parse_quotas(given or [])
+    return given
 
 
 def serve(
     model: Annotated[
         list[str] | None,
-        typer.Option(help="To load: an installed name, a directory, a GGUF file or a Hugging Face id."),
+        typer.Option(
+            metavar="MODEL",
+            help="Load at the start: an installed name, a folder, a GGUF file or a Hugging Face id. May be "
+            "given several times; the first is used where a client names none.",
+            show_default="none",
+            autocompletion=installed_models,
+            rich_help_panel=MODELS,
+        ),
     ] = None,
-    endpoint: Annotated[str | None, typer.Option(help="Where to listen", envvar="STATEROOM_ENDPOINT")] = None,
+    allow_any_model: Annotated[
+        bool,
+        typer.Option(
+            "--allow-any-model",
+            help="Let clients open any model by its path or Hugging Face id.",
+            rich_help_panel=MODELS,
+        ),
+    ] = False,
+    unload_after: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0.0,
+            help="Unload a model that nobody has used for so long; 0: never.",
+            rich_help_panel=MODELS,
+        ),
+    ] = UNLOAD_AFTER_S,
+    home: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where models, sessions, keys, logs and config.toml are.",
+            envvar="STATEROOM_HOME",
+            show_default="~/.stateroom",
+            is_eager=True,  # it says where the file is that gives the other options' defaults
+            callback=configure,
+            rich_help_panel=WHERE,
+        ),
+    ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ENDPOINT",
+            help="Where to listen: ipc:// and a socket's path, for this user alone, or tcp://HOST:PORT.",
+            envvar="STATEROOM_ENDPOINT",
+            show_default="stateroom.sock in the runtime directory",
+            rich_help_panel=WHERE,
+        ),
+    ] = None,
     listen: Annotated[
         str | None,
-        typer.Option(help="A second endpoint, tcp://HOST:PORT, for those with a key: see `stateroom keys`."),
+        typer.Option(
+            metavar="TCP",
+            help="Listen at tcp://HOST:PORT too, for those with a key: see `stateroom keys`.",
+            show_default="nowhere",
+            rich_help_panel=WHERE,
+        ),
     ] = None,
     activated: Annotated[
         bool,
         typer.Option(
-            "--activated", help="Take the socket from systemd or launchd: see `stateroom service install`."
+            "--activated",
+            help="Take the socket from systemd or launchd: see `stateroom service install`.",
+            allow_from_autoenv=False,  # only they can mean it
+            rich_help_panel=WHERE,
         ),
     ] = False,
     insecure_loopback: Annotated[
         bool,
         typer.Option(
-            "--insecure-loopback", help="Serve tcp:// without keys, on this machine, to every user of it."
+            "--insecure-loopback",
+            help="Serve tcp:// without keys, on this machine alone, to every user of it.",
+            rich_help_panel=WHERE,
         ),
     ] = False,
-    home: Annotated[
-        Path | None, typer.Option(help="Where models and sessions are kept", envvar="STATEROOM_HOME")
+    kv_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="The most KV that all sessions may have in memory together, like 8GiB. Idle ones move to "
+            "disk before it is passed.",
+            show_default="three quarters of the memory, less weights and 1 GiB",
+            callback=checked_size,
+            rich_help_panel=MEMORY,
+        ),
     ] = None,
     keep: Annotated[
-        bool, typer.Option(help="Keep sessions on disk, so that they outlive the daemon.")
+        bool,
+        typer.Option(help="Keep sessions on disk, so that they outlive the daemon.", rich_help_panel=MEMORY),
     ] = True,
     disk: Annotated[
         str | None,
         typer.Option(
-            help="The most that one model's snapshots may take, like 32GiB; what the daemon keeps by itself "
-            "goes first, the oldest before others. [32GiB]"
+            metavar="SIZE",
+            help="The most that the snapshots of one model may take. What the daemon keeps by itself goes "
+            "first, the oldest before others; what was saved by name stays.",
+            show_default="32GiB",
+            callback=checked_size,
+            rich_help_panel=MEMORY,
         ),
     ] = None,
     disk_free: Annotated[
         str | None,
-        typer.Option(help="What snapshots leave free on their disk. [4GiB, on a small disk a twentieth]"),
-    ] = None,
-    kv_budget: Annotated[
-        str | None,
         typer.Option(
-            help="The most KV that all sessions may take together, like 8GiB; idle ones move to disk before "
-            "it is passed. By default three quarters of the memory, less weights and 1 GiB."
+            metavar="SIZE",
+            help="What snapshots leave free on their disk.",
+            show_default="4GiB, on a small disk a twentieth",
+            callback=checked_size,
+            rich_help_panel=MEMORY,
         ),
     ] = None,
-    unload_after: Annotated[
-        float,
-        typer.Option(min=0.0, help="Seconds without a request until a model is unloaded; 0: never."),
-    ] = UNLOAD_AFTER_S,
     weight: Annotated[
         list[str] | None,
-        typer.Option(help="APP=N: this app gets N times what others get of a device when they all wait."),
+        typer.Option(
+            metavar="APP=N",
+            help="This app gets N times what others get of a device while all of them wait. May be given "
+            "several times.",
+            show_default="1 each",
+            callback=checked_weights,
+            rich_help_panel=SHARING,
+        ),
     ] = None,
     quota: Annotated[
         list[str] | None,
         typer.Option(
-            help="APP=LIMITS, like sessions:9,bytes:8GiB (also disk:, requests:): the most that this app may "
-            "have at once; default=… for all that have none of their own."
+            metavar="APP=LIMITS",
+            help="The most that this app may have at once, like editor=sessions:9,bytes:8GiB; limits are "
+            "sessions, bytes (of KV), disk and requests. APP `default` stands for all without a quota of "
+            "their own. May be given several times.",
+            show_default="half of what the daemon takes",
+            callback=checked_quotas,
+            rich_help_panel=SHARING,
         ),
     ] = None,
     gap_ms: Annotated[
         float | None,
         typer.Option(
+            metavar="MS",
             min=1.0,
-            help="How long a prefill may keep running streams waiting. [50 on a GPU, 3 steps on a CPU]",
+            help="How long a prefill may keep running streams waiting, in milliseconds.",
+            show_default="50 on a GPU, 3 steps on a CPU",
+            rich_help_panel=SHARING,
         ),
     ] = None,
     rows_max: Annotated[
-        int, typer.Option(min=1, max=BATCH_MAX, help="Streams of a model that decode at once; others wait.")
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=BATCH_MAX,
+            help="Streams of one model that decode at once; others wait their turn.",
+            rich_help_panel=SHARING,
+        ),
     ] = BATCH_MAX,
     verify_every: Annotated[
         float | None,
         typer.Option(
+            metavar="HOURS",
             min=MIN_VERIFY_HOURS,
-            help="HOURS: so often every idle session is computed again in the background and compared with "
-            "what is stored; `stats` counts, the log tells of those that differ.",
+            help="Compute every idle session again so often, in the background, and compare it with what is "
+            "stored. `stats` counts those that differ, the log names them.",
+            show_default="only when asked: `stateroom verify`",
+            rich_help_panel=LOOK,
         ),
     ] = None,
-    allow_any_model: Annotated[
-        bool,
-        typer.Option("--allow-any-model", help="Let clients open any model by its path or Hugging Face id."),
-    ] = False,
     metrics_port: Annotated[
         int | None,
         typer.Option(
-            min=0, max=65535, help="Tell Prometheus how things are, on 127.0.0.1; 0 takes any port."
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Tell Prometheus how things are, on 127.0.0.1; 0 takes any port.",
+            show_default="no page",
+            rich_help_panel=LOOK,
         ),
     ] = None,
-    log: Annotated[LogFormat, typer.Option(help="The log's form, on stderr.", envvar="STATEROOM_LOG")] = (
-        "console"
-    ),
-    log_level: Annotated[LogLevel, typer.Option(help="The least that is logged.")] = "info",
-    log_content: Annotated[
-        bool, typer.Option("--log-content", help="Log prompts and answers too; by default they never are.")
-    ] = False,
     record: Annotated[
-        bool, typer.Option(help="Remember what happened to each of the last requests, for `trace`.")
+        bool,
+        typer.Option(
+            help="Remember what happened to each of the last requests, for `stateroom trace`.",
+            rich_help_panel=LOOK,
+        ),
     ] = True,
+    log: Annotated[
+        LogFormat,
+        typer.Option(
+            metavar="FORM",
+            help="json or console: the log's form on stderr. In its file it is JSON.",
+            envvar="STATEROOM_LOG",
+            rich_help_panel=LOG,
+        ),
+    ] = "console",
+    log_level: Annotated[
+        LogLevel,
+        typer.Option(
+            metavar="LEVEL",
+            help="debug, info, warning or error: the least that is logged.",
+            rich_help_panel=LOG,
+        ),
+    ] = "info",
+    log_content: Annotated[
+        bool,
+        typer.Option(
+            "--log-content",
+            help="Log prompts and answers too; by default they never are.",
+            rich_help_panel=LOG,
+        ),
+    ] = False,
 ) -> None:
-    """Run the daemon in the foreground, until Ctrl-C or `stateroom stop`."""
+    """Run the daemon in the foreground, until Ctrl-C or `stateroom stop`.
+
+    Each option may also stand in the configuration file (`stateroom config init`
+    writes one) or in the environment: --kv-budget is STATEROOM_KV_BUDGET. The
+    environment overrides the file, an option overrides both.
+
+    stateroom serve --model demo
+    stateroom serve --model ~/models/qwen --kv-budget 8GiB --metrics-port 9464
+    """
     from stateroom.daemon.serve import serve as run
 
-    if home is not None:
-        os.environ["STATEROOM_HOME"] = str(home.expanduser().resolve())  # for the workers, too
     try:
         where = endpoint or default_endpoint()
         check_endpoint(where)

@@ -23,8 +23,10 @@ from rich.table import Table
 
 from stateroom.client import connect
 from stateroom.client.errors import NoDaemon
+from stateroom.daemon.blas import VARIABLE as BLAS
 from stateroom.daemon.demo.tally import Tally
 from stateroom.daemon.exits import FAILED, Leave
+from stateroom.daemon.settings.known import PREFIX
 
 PROGRAMS = {"editor": "cyan", "chat": "magenta"}
 LOAD_S = 180.0  # the model on a slow disk and two slow cores
@@ -85,10 +87,13 @@ def ended_with_us() -> Iterator[Processes]:
 def own_environment(folder: Path) -> dict[str, str]:
     """The environment in which the daemon and its clients find each other and nobody else.
 
-    The home is its own, too: sessions and the log of the user's daemon are in the usual one.
+    The home is its own, too: the sessions, log and settings of the user's daemon are in the usual one.
     """
     runtime = folder / "run"
-    return os.environ | {
+    inherited = {
+        name: value for name, value in os.environ.items() if name == BLAS or not name.startswith(PREFIX)
+    }
+    return inherited | {
         "STATEROOM_HOME": str(folder / "home"),
         "STATEROOM_RUNTIME_DIR": str(runtime),
         "STATEROOM_ENDPOINT": f"ipc://{runtime}/stateroom.sock",
