@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
+import stat
+import sys
+from typing import TextIO
 
 import zmq
 from structlog.typing import FilteringBoundLogger
@@ -15,7 +19,7 @@ from stateroom.daemon import activation
 from stateroom.daemon.blas import find_blas
 from stateroom.daemon.broker import Broker
 from stateroom.daemon.config import Config
-from stateroom.daemon.exits import CONFIG, OK, Leave
+from stateroom.daemon.exits import CONFIG, OK, SERVICE_VARIABLE, Leave
 from stateroom.daemon.lock import (
     LOCK_NAME,
     OTHERS_WRITE,
@@ -31,6 +35,7 @@ from stateroom.daemon.shelf import Shelf
 from stateroom.daemon.sockets import NO_DESCRIPTOR
 
 FILES_WANTED = 8_192  # open files: one a client, a few a worker; launchd gives 256
+STDERR_BYTES_MOST = 2**20  # of what was written there before, when a service manager keeps it in a file
 UMASK = 0o077  # sockets and files are ours alone
 
 
@@ -45,7 +50,9 @@ def serve(config: Config) -> int:
     locks = take_places(config)
     # Behind the locks: two daemons must not let the same files take turns.
     file, problem = _log_file(config)
-    log = make_log(config.log_format, config.log_level, file=file)
+    # What is left of stderr then is for crashes: a manager's file is nobody's to keep small but ours.
+    beside = empty_stderr() if file is not None and os.environ.get(SERVICE_VARIABLE) else None
+    log = make_log(config.log_format, config.log_level, beside, file)
     if problem is not None:
         log.warning("no log file", error=problem)
     try:
@@ -66,6 +73,19 @@ def _log_file(config: Config) -> tuple[LogFile | None, str | None]:
         return LogFile(config.log_file), None
     except OSError as error:
         return None, str(error)
+
+
+def empty_stderr() -> TextIO:
+    """Begins a long file that stderr goes to anew, and gives what takes the log's lines in its place.
+
+    It is cut short where it is: launchd holds it open, and would go on in one that was put aside.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        descriptor = sys.stderr.fileno()
+        found = os.fstat(descriptor)
+        if stat.S_ISREG(found.st_mode) and found.st_size > STDERR_BYTES_MOST:
+            os.ftruncate(descriptor, 0)
+    return open(os.devnull, "w", encoding="utf-8")  # for as long as we run
 
 
 def take_places(config: Config) -> list[Lock]:

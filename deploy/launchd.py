@@ -22,10 +22,14 @@ from stateroom.deploy.service import (
     Service,
     ServiceError,
     Status,
+    User,
+    clear_socket,
     written,
 )
 
 LABEL = "org.stateroom.daemon"
+SOCKETS = "Listeners"  # by this name the daemon asks for its socket: `daemon/activation.py`
+SYSTEM = Path("/Library/LaunchDaemons")
 NOT_LOADED = (3, 113)  # no such process; could not find service
 BUSY = (5, 37)  # input/output error, operation in progress: what was booted out isn't gone yet
 NO_DOMAIN = (112, 125)  # could not find domain; it does not support that: no screen
@@ -37,16 +41,13 @@ NO_SCREEN = "There is no desktop session: it runs in the background domain, and 
 Plist = dict[str, Any]
 
 
-def plist(service: Service) -> Plist:
-    """What launchd is told of a service."""
-    return {
+def plist(service: Service, user: User | None = None) -> Plist:
+    """What launchd is told of a service; of one that starts with the machine, as `user`."""
+    made: Plist = {
         "Label": LABEL,
         "ProgramArguments": service.command,
         "EnvironmentVariables": {**service.environment, "STATEROOM_SERVICE": "launchd"},
         "WorkingDirectory": str(service.home),
-        "RunAtLoad": True,
-        # Left with 0: as asked, or because trying again can't help (see `daemon/exits.py`).
-        "KeepAlive": {"SuccessfulExit": False},
         "ThrottleInterval": RESTART_S,
         "ExitTimeOut": STOP_S,
         "ProcessType": "Interactive",  # others are slowed down, and the GPU with them
@@ -54,8 +55,24 @@ def plist(service: Service) -> Plist:
         "Umask": 0o077,
         "StandardOutPath": str(service.log),
         "StandardErrorPath": str(service.log),
-        "LimitLoadToSessionType": ["Aqua", "Background"],
     }
+    if service.socket is not None:
+        # No KeepAlive, which would start it at once: it is back with its next client, died or not.
+        made["Sockets"] = {SOCKETS: _socket(service.socket, user)}
+    else:
+        made["RunAtLoad"] = True
+        # Left with 0: as asked, or because trying again can't help (see `daemon/exits.py`).
+        made["KeepAlive"] = {"SuccessfulExit": False}
+    if user is None:
+        made["LimitLoadToSessionType"] = ["Aqua", "Background"]
+    else:
+        made["UserName"] = user.name
+    return made
+
+
+def _socket(path: Path, user: User | None) -> Plist:
+    made: Plist = {"SockType": "stream", "SockPathName": str(path), "SockPathMode": 0o600}
+    return made if user is None else {**made, "SockPathOwner": user.uid}
 
 
 class Launchd:
@@ -73,38 +90,49 @@ class Launchd:
         folder = folder or Path("~/Library/LaunchAgents").expanduser()
         self.path = folder / f"{LABEL}.plist"
 
+    def files(self, service: Service, user: User | None = None) -> dict[Path, str]:
+        path = self.path if user is None else SYSTEM / self.path.name
+        return {path: plistlib.dumps(plist(service, user)).decode()}
+
     # ------------------------------------------------------------ verbs
 
     def install(self, service: Service) -> Status:
         """In place of what was there; nothing is done when all is as it should be."""
         service.make_folders()
-        changed = written(self.path, plistlib.dumps(plist(service)))
         domain = self._domain()
-        if self._loaded(domain) and changed:
+        left = self._socket_path()
+        changed = written(self.path, self.files(service)[self.path].encode())
+        if changed and self._loaded(domain):
             self._boot_out(domain)
         if not self._loaded(domain):
+            clear_socket(left)
             self._bootstrap(domain)
         return self.status()
 
     def uninstall(self) -> None:
+        left = self._socket_path()
         for domain in self._domains():
             self._boot_out(domain)
+        clear_socket(left)
         self.path.unlink(missing_ok=True)
 
     def start(self) -> Status:
         if not self.path.exists():
             raise ServiceError("The service isn't installed: `stateroom service install` does that.")
-        domain = self._domain()
-        if not self._loaded(domain):
+        domain, socket = self._domain(), self._socket_path()
+        loaded = self._loaded(domain)
+        if not loaded:
+            clear_socket(socket)
             self._bootstrap(domain)
-        else:
-            self._checked(self._ctl("kickstart", f"{domain}/{LABEL}"))
+        if loaded or socket is not None:  # one that is activated doesn't run by being loaded
+            self._checked(self._ctl("kickstart", f"{self._domain()}/{LABEL}"))
         return self.status()
 
     def stop(self) -> None:
         """It stays installed, and is back at the next login or `start`."""
         for domain in self._domains():
             self._boot_out(domain)
+        clear_socket(self._socket_path())
 
     def restart(self) -> Status:
         domain = self._domain()
@@ -118,18 +146,26 @@ class Launchd:
             said = self._ctl("print", f"{domain}/{LABEL}")
             if said.ok:
                 pid = _found(r"^\s*pid = (\d+)", said.out)
-                note = NO_SCREEN if domain.startswith("user/") else ""
                 return Status(
                     self.path.exists(),
                     pid is not None,
                     int(pid) if pid else None,
                     _found(r"^\s*last exit code = (.+)", said.out),
                     str(self.path),
-                    note,
+                    NO_SCREEN if domain.startswith("user/") else "",
+                    self._socket_path() is not None,
                 )
         return Status(self.path.exists(), False, where=str(self.path))
 
     # ------------------------------------------------------------ launchctl
+
+    def _socket_path(self) -> Path | None:
+        """Where launchd listens for what is installed."""
+        try:
+            installed = plistlib.loads(self.path.read_bytes())
+            return Path(installed["Sockets"][SOCKETS]["SockPathName"])
+        except (OSError, ValueError, KeyError, TypeError, plistlib.InvalidFileException):
+            return None
 
     def _ctl(self, *arguments: str) -> Said:
         return self._run(["launchctl", *arguments])

@@ -20,11 +20,21 @@ OPEN_FILES = 8_192  # one a client, a few a worker; launchd gives 256
 STOP_S = 15  # from SIGTERM to SIGKILL; the daemon parks its sessions and leaves within 5
 RESTART_S = 10  # between two starts at the least
 LOG_NAME = "service.log"  # what is written before the daemon has its own log, and crashes
-INHERITED = ("STATEROOM_MODELS_DIR", "HF_HOME", "LANG")  # of the environment it is installed from
+# Of the environment that it is installed from.
+INHERITED = ("STATEROOM_CONFIG", "STATEROOM_MODELS_DIR", "HF_HOME", "LANG")
 
 
 class ServiceError(Exception):
     """One sentence that says what went wrong and what to do."""
+
+
+@dataclass(frozen=True)
+class User:
+    """Whom a service of the whole machine runs as."""
+
+    name: str
+    uid: int
+    home: Path
 
 
 @dataclass(frozen=True)
@@ -37,10 +47,19 @@ class Service:
     user_home: Path = field(default_factory=Path.home)
     inherited: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     python: str = sys.executable
+    socket: Path | None = None  # the manager listens there, and starts it for its first client
 
     @property
     def command(self) -> list[str]:
-        return [self.python, "-m", "stateroom.daemon.cli", "serve", "--log", "json", *self.arguments]
+        return [*self.program, "serve", "--log", "json", *self.arguments, *self.activation]
+
+    @property
+    def program(self) -> list[str]:
+        return [self.python, "-m", "stateroom.daemon.cli"]
+
+    @property
+    def activation(self) -> list[str]:
+        return [] if self.socket is None else ["--activated", f"--endpoint=ipc://{self.socket}"]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -61,11 +80,16 @@ class Service:
         """Those that the manager expects to be there."""
         self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.log.parent.mkdir(mode=0o700, exist_ok=True)
+        if self.socket is not None:
+            self.socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 @dataclass(frozen=True)
 class Status:
-    """`installed`: it starts by itself; `running`: there is a process, `pid`."""
+    """`installed`: it starts by itself; `running`: there is a process, `pid`; `listening`: or will be one.
+
+    The manager listens, and starts it for its first client.
+    """
 
     installed: bool
     running: bool
@@ -73,6 +97,7 @@ class Status:
     last_exit: str | None = None  # in the manager's words
     where: str = ""  # the file that says what is run
     note: str = ""  # what the user should know
+    listening: bool = False
 
 
 class Manager(Protocol):
@@ -84,6 +109,8 @@ class Manager(Protocol):
     def stop(self) -> None: ...
     def restart(self) -> Status: ...
     def status(self) -> Status: ...
+    def files(self, service: Service, user: User | None = None) -> dict[Path, str]:
+        """What says what is run; with `user`, as a service of the whole machine, from its start on."""
 
 
 def manager() -> Manager:
@@ -98,6 +125,12 @@ def manager() -> Manager:
     from stateroom.deploy.systemd import Systemd
 
     return Systemd()
+
+
+def clear_socket(path: Path | None) -> None:
+    """Removes a socket that nobody listens at any more, and nothing else."""
+    if path is not None and path.is_socket():
+        path.unlink(missing_ok=True)
 
 
 def written(path: Path, content: bytes) -> bool:

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
 
+from stateroom.client.paths import (
+    SOCKET_NAME,
+    check_endpoint,
+    default_endpoint,
+    home_dir,
+    ipc_path,
+    runtime_dir,
+)
 from stateroom.daemon.commands.following import last_lines
 from stateroom.daemon.commands.options import AsJson
 from stateroom.daemon.commands.terminal import err, out, plain
-from stateroom.daemon.config import model_specs, parse_bytes
-from stateroom.daemon.exits import FAILED, Leave
+from stateroom.daemon.config import parse_bytes
+from stateroom.daemon.exits import CONFIG, FAILED, RUNNING, Leave
+from stateroom.daemon.lock import LOCK_NAME, holder
 from stateroom.daemon.models import models_dir
-from stateroom.deploy.service import Service, ServiceError, Status, manager
+from stateroom.daemon.readable import readable_specs
+from stateroom.deploy.service import Service, ServiceError, Status, User, manager
 
 LINES = 20
 
@@ -25,24 +37,121 @@ T = TypeVar("T")
 app = typer.Typer(no_args_is_help=True, help="Have launchd or systemd start the daemon.")
 
 
+Models = Annotated[
+    list[str] | None, typer.Option("--model", help="As for `serve`; a path is remembered as an absolute one.")
+]
+KvBudget = Annotated[str | None, typer.Option(help="As for `serve`.")]
+Activate = Annotated[
+    bool,
+    typer.Option(
+        "--activate", help="Let launchd or systemd listen, and start the daemon for its first client only."
+    ),
+]
+More = Annotated[
+    list[str] | None, typer.Argument(help="Other options of `serve`, behind `--`.", show_default=False)
+]
+
+
 @app.command()
 def install(
-    model: Annotated[
-        list[str] | None, typer.Option(help="As for `serve`; a path is remembered as an absolute one.")
-    ] = None,
-    kv_budget: Annotated[str | None, typer.Option(help="As for `serve`.")] = None,
-    more: Annotated[
-        list[str] | None, typer.Argument(help="Other options of `serve`, behind `--`.", show_default=False)
-    ] = None,
+    model: Models = None, kv_budget: KvBudget = None, activate: Activate = False, more: More = None
 ) -> None:
     """Install it, or bring it up to date, and start it. It starts by itself from then on."""
-    # Refused here and now: a service manager would only try again and again.
-    arguments = [f"--model={spec.spec}" for spec in model_specs(model or [], models_dir())]
-    if kv_budget is not None:
-        arguments.append(f"--kv-budget={parse_bytes(kv_budget)}")
-    service = Service(tuple(arguments + (more or [])))
+    service = Service(arguments(model, kv_budget, more), socket=socket_path(more or []) if activate else None)
+    if activate:
+        refuse_another_daemon(service)
     _show(_done(lambda: manager().install(service)))
     out.print(f"log: {service.log}", soft_wrap=True)
+
+
+@app.command()
+def show(
+    model: Models = None,
+    kv_budget: KvBudget = None,
+    activate: Activate = False,
+    boot: Annotated[
+        bool, typer.Option("--boot", help="A service of the whole machine, there before anybody logs in.")
+    ] = False,
+    user: Annotated[str | None, typer.Option(help="With --boot: whom it runs as; you, by default.")] = None,
+    more: More = None,
+) -> None:
+    """Print what `install` would write, and change nothing; with --boot, what to install with sudo."""
+    if user is not None and not boot:
+        raise Leave(CONFIG, "--user goes with --boot: without it the service is yours.")
+    owner = account(user) if boot else None
+    service = Service(arguments(model, kv_budget, more))
+    if owner is not None:
+        home = home_dir() if owner.uid == os.getuid() else owner.home / ".stateroom"
+        service = replace(service, home=home, runtime=home / "run", user_home=owner.home)
+    if activate:
+        chosen = _endpoint_option(more or [])
+        where = f"ipc://{service.runtime / SOCKET_NAME}" if owner is not None and chosen is None else chosen
+        service = replace(service, socket=socket_path(more or [], where))
+    files = manager().files(service, owner)
+    for path, text in files.items():
+        err.print(str(path), soft_wrap=True)
+        typer.echo(f"# {path}\n{text}" if len(files) > 1 else text)
+    if owner is not None and runtime_dir() != service.runtime:
+        err.print(f"Its clients find it with STATEROOM_RUNTIME_DIR={service.runtime}", soft_wrap=True)
+
+
+def arguments(model: list[str] | None, kv_budget: str | None, more: list[str] | None) -> tuple[str, ...]:
+    """Those of `serve`. What can't work is refused here: a service manager would only try it again and again.
+
+    Raises:
+        Leave: a model that isn't there, or can't be read; a size that is none.
+    """
+    made = [f"--model={spec.spec}" for spec in readable_specs(model or [], models_dir())]
+    if kv_budget is not None:
+        made.append(f"--kv-budget={parse_bytes(kv_budget)}")
+    return tuple(made + (more or []))
+
+
+def socket_path(more: list[str], endpoint: str | None = None) -> Path:
+    """Where the manager listens: the endpoint that clients find by themselves, or that was named.
+
+    Raises:
+        Leave: it has no path.
+    """
+    where = endpoint or _endpoint_option(more) or default_endpoint()
+    check_endpoint(where)
+    path = ipc_path(where)
+    if path is None or not path.is_absolute():
+        raise Leave(CONFIG, f"--activate is for a local endpoint with an absolute path; {where} is none.")
+    return path
+
+
+def refuse_another_daemon(service: Service) -> None:
+    """A manager that listens takes the socket's path from whoever has it.
+
+    Raises:
+        Leave: a daemon runs there that isn't the service's.
+    """
+    found = holder(service.runtime / LOCK_NAME)
+    if found is not None and found.pid != _done(lambda: manager().status()).pid:
+        raise Leave(RUNNING, f"A daemon is running already, process {found.pid}; `stateroom stop` ends it.")
+
+
+def account(name: str | None) -> User:
+    """A user of this machine.
+
+    Raises:
+        Leave: there is none of that name.
+    """
+    try:
+        found = pwd.getpwuid(os.getuid()) if name is None else pwd.getpwnam(name)
+    except KeyError:
+        raise Leave(CONFIG, f"There is no user {name or os.getuid()} on this machine.") from None
+    return User(found.pw_name, found.pw_uid, Path(found.pw_dir))
+
+
+def _endpoint_option(more: list[str]) -> str | None:
+    for at, word in enumerate(more):
+        if word.startswith("--endpoint="):
+            return word.partition("=")[2]
+        if word == "--endpoint" and at + 1 < len(more):
+            return more[at + 1]
+    return None
 
 
 @app.command()
@@ -73,13 +182,13 @@ def restart() -> None:
 
 @app.command()
 def status(as_json: AsJson = False) -> None:
-    """Tell whether it is installed and running. Leaves with 1 when it isn't running."""
+    """Tell whether it is installed and running. Leaves with 1 when it neither runs nor waits for a client."""
     found = _done(lambda: manager().status())
     if as_json:
         out.print_json(json.dumps(asdict(found)))
     else:
         _show(found)
-    if not found.running:
+    if not found.running and not found.listening:
         raise typer.Exit(FAILED)
 
 
@@ -106,6 +215,8 @@ def _done(action: Callable[[], T]) -> T:
 
 def _show(found: Status) -> None:
     state = f"running, process {found.pid}" if found.running else "not running"
+    if found.listening:
+        state += "; its first client starts it" if not found.running else ", started for a client"
     out.print(f"{'installed' if found.installed else 'not installed'}, {state}")
     if found.installed:
         out.print(str(Path(found.where)), soft_wrap=True)
