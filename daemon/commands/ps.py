@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from typing import Annotated
 
+import typer
 from rich.markup import escape
 from rich.table import Table
 
@@ -16,34 +18,43 @@ from stateroom.daemon.commands.terminal import age, err, out, plain, size
 ID_SHOWN = 8  # characters of an id that the table has room for; --json has all of it
 
 
-def ps(app: App = COMMANDS_APP, as_json: AsJson = False, endpoint: Endpoint = None) -> None:
-    """List the sessions of one owner."""
+All = Annotated[bool, typer.Option("--all", help="Those of all owners, as far as they may be seen.")]
+
+
+def ps(
+    app: App = COMMANDS_APP, everyone: All = False, as_json: AsJson = False, endpoint: Endpoint = None
+) -> None:
+    """List the sessions of one owner, or of all."""
     with connect(endpoint, app=app) as room:
-        sessions = room.list()
+        sessions = room.list(everyone=everyone)
         others = int(room.stats().gauges["sessions"]) - len(sessions)
     if as_json:
         out.print_json(json.dumps([asdict(session) for session in sessions]))
     elif sessions:
-        out.print(table(sessions))
+        out.print(table(sessions, owners=everyone))
+    elif everyone:
+        err.print("There are no sessions.")
     else:
-        elsewhere = f" Other apps have {others}: name one with --app." if others else ""
+        elsewhere = f" Other apps have {others}: name one with --app, or see --all." if others else ""
         err.print(f"{plain(app)} has no sessions.{elsewhere}", markup=False)
 
 
-def table(sessions: list[SessionInfo]) -> Table:
-    """One row a session, the most recently used first."""
+def table(sessions: list[SessionInfo], *, owners: bool = False) -> Table:
+    """One row a session, the most recently used first; `owners`: whose each is, too."""
     made = Table(box=None, pad_edge=False)
-    for heading in ("SESSION", "NAME", "MODEL", "KV", "STATE"):
+    for heading in (*(["OWNER"] if owners else []), "SESSION", "NAME", "MODEL", "KV", "STATE", "WAITS"):
         made.add_column(heading, no_wrap=True)
     for heading in ("TOKENS", "PRIVATE", "SHARED", "IDLE", "AGE"):
         made.add_column(heading, justify="right", no_wrap=True)
     for session in sorted(sessions, key=lambda session: session.idle_s):
         made.add_row(
+            *([escape(plain(session.owner))] if owners else []),
             session.session[:ID_SHOWN],
             escape(session.name or ""),
             escape(session.model),
             stored_as(session),
             state(session),
+            session.waiting or "",
             str(session.length),
             size(session.private_bytes),
             size(session.shared_bytes),

@@ -20,6 +20,7 @@ from stateroom.client import protocol as p
 from stateroom.client.errors import Busy, Exists, Invalid, NotFound, TooLong, Unsupported
 from stateroom.daemon.engine import inputs
 from stateroom.daemon.engine.decoding import without_numbers
+from stateroom.daemon.engine.doing import Doings
 from stateroom.daemon.engine.engine import Engine
 from stateroom.daemon.engine.fill import Fill
 from stateroom.daemon.engine.filling import Work
@@ -41,6 +42,7 @@ class Commands:
         self.engine = engine
         self.loaded = engine.loaded
         self.snapshots = Snapshots(engine)
+        self.doings = Doings(engine, self.snapshots)
         self._given_up: int | None = None  # the command that is being ended without having begun
         self._handlers: dict[type[p.Request], Callable[[Command, Any], None]] = {
             p.Open: self._open,

@@ -42,6 +42,7 @@ from stateroom.daemon.link import (
 )
 from stateroom.daemon.logs import LogFormat, incident, make_log
 from stateroom.daemon.scheduler.pace import Pace
+from stateroom.daemon.usage import usage
 
 if TYPE_CHECKING:
     from stateroom.daemon.engine.commands import Commands
@@ -121,7 +122,9 @@ class Worker:
         if now >= self._pulse_due:
             self._pulse_due = now + PULSE_S
             gauges = {} if self.limits is None else self.limits.gauges()
-            send(self.socket, Pulse(self.engine.gauges() | gauges))
+            timings = self.engine.filling.timings.told()
+            doing = self.commands.doings.now()
+            send(self.socket, Pulse(self.engine.gauges() | gauges | usage(), doing, timings))
 
     def _wind_down(self) -> None:
         """Every open request ends with its own final answer; then sessions are parked while there is time."""

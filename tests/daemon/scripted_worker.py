@@ -13,6 +13,7 @@ It speaks `daemon/link.py` as a real worker does. `--model` is its script: `key=
     save_s        pause before a save, park, restore or import (default 0)
     after_save    `die`: it is killed when a save is on disk and not answered; once
     mute          it tells nothing of what it remembers
+    waits         what each of its requests waits for, as its pulses say, with 7 of 9 tokens done
 Token ids that are orders, when a prefill meets them:
     DIE           the process is killed
     HANG          it does nothing more, not even pulse
@@ -32,7 +33,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import zmq
 
@@ -81,6 +82,7 @@ from stateroom.client.protocol import (
     Usage,
     Verify,
     VerifyResult,
+    Waiting,
 )
 from stateroom.daemon.link import (
     Adopt,
@@ -89,6 +91,7 @@ from stateroom.daemon.link import (
     CancelCommand,
     Command,
     Discard,
+    Doing,
     Failed,
     Journal,
     Journals,
@@ -182,7 +185,9 @@ class Worker:
         self.pulse_s = time.monotonic()
         gauges = {"sessions": len(self.sessions), "adopted": self.adopted, "kv_budget_bytes": self.budget}
         gauges["kv_bytes"] = min(int(self.script.get("kv", 0)), self.budget)
-        self.send(Pulse(gauges))
+        waiting = cast("Waiting | None", self.script.get("waits"))
+        doing = [] if waiting is None else [Doing(rid, waiting, 7, 9) for rid, _ in self.jobs]
+        self.send(Pulse(gauges, doing))
 
     def take(self, message: object) -> None:
         if isinstance(message, Command):
