@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
+from stateroom.client.errors import BadConfig, BadEndpoint
+from stateroom.daemon.commands.config import holding
 from stateroom.daemon.commands.options import AsJson
-from stateroom.daemon.commands.terminal import out
+from stateroom.daemon.commands.terminal import err, out
+from stateroom.daemon.doctor import bundle
 from stateroom.daemon.doctor.check import Check
 from stateroom.daemon.doctor.examine import examine, told
 
@@ -15,8 +20,22 @@ MARKS = {"pass": "[green]✓[/green]", "note": "[yellow]•[/yellow]", "problem"
 NAME_WIDTH = 13
 
 
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    context: typer.Context,
+    as_json: AsJson = False,
+    bundle_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--bundle",
+            metavar="FILE.tar.gz",
+            help="Write what somebody who helps needs to see: findings, figures, settings, the end of the "
+            "log; no prompts, no answers, no names. The exit code is 0 then.",
+        ),
+    ] = None,
+) -> None:
     """Check the installation and the daemon; the exit code is 1 when something is wrong."""
+    if bundle_file is not None:
+        bundle.check_free(bundle_file)  # said before all else
     found = []
     for check in examine():
         found.append(check)
@@ -24,8 +43,24 @@ def doctor(as_json: AsJson = False) -> None:
             show(check)
     if as_json:
         out.print_json(json.dumps(told(found)))
-    if any(check.state == "problem" for check in found):
+    if bundle_file is not None:
+        bundle.write(bundle_file, found, settings(context))
+        err.print(
+            f"Written: {bundle_file}. It holds {bundle.SUMMARY}; README.txt in it tells all. Look through it "
+            "before you send it.",
+            markup=False,
+            soft_wrap=True,
+        )
+    elif any(check.state == "problem" for check in found):
         raise typer.Exit(1)
+
+
+def settings(context: typer.Context) -> list[dict[str, object]]:
+    """Those that hold, with their origins; none where they can't be read, of which the findings tell."""
+    try:
+        return [held.told() for held in holding(context, [])]
+    except (BadConfig, BadEndpoint, typer.BadParameter):
+        return []
 
 
 def show(check: Check) -> None:

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from stateroom.daemon.doctor.check import Check, problem
+from stateroom.daemon.doctor.configuration import configuration
 from stateroom.daemon.doctor.device import device
 from stateroom.daemon.doctor.installation import packages, program, python
 from stateroom.daemon.doctor.machine import clock, files, memory
@@ -18,7 +19,7 @@ from stateroom.daemon.doctor.service import service
 
 CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
     python, program, packages, device, memory, files, clock,
-    socket, permissions, disk, kept, models, service, daemon,
+    configuration, socket, permissions, disk, kept, models, service, daemon,
 )  # fmt: skip
 
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from stateroom.daemon.commands.terminal import size
-from stateroom.daemon.doctor import weights
-from stateroom.daemon.doctor.check import Check, noted, passed, problem, within
+from stateroom.daemon.doctor import configuration, service, weights
+from stateroom.daemon.doctor.check import Check, noted, passed, problem
 from stateroom.daemon.doctor.weights import NotWhole
 from stateroom.daemon.models import DEMO, list_installed, models_dir
+from stateroom.daemon.readable import within
 
 LOOK_S = 20.0  # for all of a model's files; only their headers and ends are read
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -25,11 +26,12 @@ PRIVACY = "Let the terminal into it (System Settings, Privacy & Security), or mo
 AWAKE = "Is its disk there, and awake? macOS may be asking whether it may be read."
 
 
-def models(named: list[str] | None = None) -> Iterator[Check]:
+def models() -> Iterator[Check]:
     """Those that are installed, and local ones that the configuration or the service name."""
     folder = models_dir()
     found = [(model.name, model.path) for model in list_installed(folder)]
-    found += [(spec, Path(spec)) for spec in named or [] if Path(spec).is_absolute()]
+    named = [*configuration.models(), *service.models()]
+    found += [(spec, Path(spec)) for spec in named if Path(spec).is_absolute()]
     if not found:
         yield noted("models", "none installed", "stateroom model add demo")
     for name, path in {path: (name, path) for name, path in found}.values():

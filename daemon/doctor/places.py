@@ -13,9 +13,10 @@ from stateroom.client.errors import BadEndpoint
 from stateroom.client.paths import default_endpoint, home_dir, ipc_path, runtime_dir
 from stateroom.daemon.commands.terminal import size
 from stateroom.daemon.config import STATE_NAME
-from stateroom.daemon.doctor.check import Check, noted, passed, problem, within
+from stateroom.daemon.doctor.check import Check, noted, passed, problem
 from stateroom.daemon.keys import KEYS_NAME
 from stateroom.daemon.lock import LOCK_NAME, OTHERS, holder
+from stateroom.daemon.readable import within
 
 DISK_BYTES_MIN = 2 * 2**30  # a small model with room to convert it
 DISK_S = 10.0  # one that sleeps needs a few

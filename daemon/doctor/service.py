@@ -38,6 +38,15 @@ def service() -> Iterator[Check]:
     yield judged(found, told(Path(found.where)) if found.installed else Told())
 
 
+def models() -> list[str]:
+    """Those that an installed service is to load."""
+    try:
+        found = manager().status()
+    except ServiceError:
+        return []
+    return told(Path(found.where)).models if found.installed else []
+
+
 def judged(found: Status, asked: Told) -> Check:
     """What to think of it."""
     if not found.installed:

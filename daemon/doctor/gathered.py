@@ -1,0 +1,113 @@
+"""What a bundle is made of: what a daemon tells, the ends of logs; and the names that it must not have."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stateroom.client import Room, connect
+from stateroom.client.errors import ClientError, StateroomError
+from stateroom.client.paths import home_dir, runtime_dir
+from stateroom.client.protocol import RequestInfo, SessionInfo
+from stateroom.client.wire import to_wire
+from stateroom.daemon.doctor.running import HELLO_S
+from stateroom.daemon.exits import Leave
+from stateroom.daemon.keys import KEYS_NAME, Keys
+from stateroom.daemon.log_file import OLDER_FILES, log_path
+from stateroom.deploy.service import LOG_NAME
+
+LOG_LINES = 2_000  # of the daemon's own log
+SERVICE_LINES = 500  # of what a service manager caught
+SESSIONS_MAX = 256
+
+
+@dataclass(frozen=True)
+class Running:
+    """What a daemon that runs tells; nothing where none answers."""
+
+    version: str = ""
+    models: list[dict[str, Any]] = field(default_factory=list)
+    stats: dict[str, Any] = field(default_factory=dict)
+    sessions: list[SessionInfo] = field(default_factory=list)
+    requests: list[RequestInfo] = field(default_factory=list)
+    failure: str | None = None
+
+    def names(self) -> Iterator[str]:
+        """All that clients called something, as far as it tells."""
+        for session in self.sessions:
+            yield from (session.owner, session.session, *session.published)
+            yield session.name or ""
+        for request in self.requests:
+            yield request.owner
+
+
+def places() -> dict[str, str]:
+    """Directories of the user, by what stands for them: the innermost first."""
+    user = Path.home()
+    known = {str(home_dir()): "<home>", str(runtime_dir()): "<run>", str(user): "~"}
+    known |= {str(Path(place).resolve()): stands for place, stands in known.items()}
+    if str(home_dir()) == str(user / ".stateroom"):  # as usual, and more readable so
+        known = {place: stands for place, stands in known.items() if stands == "~"}
+    return dict(sorted(known.items(), key=lambda each: -len(each[0])))
+
+
+def persons() -> list[str]:
+    found = [os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")]
+    with suppress(OSError, KeyError, ImportError):
+        found.append(getpass.getuser())
+    found += [Path.home().name, socket.gethostname(), socket.gethostname().partition(".")[0]]
+    return [name for name in found if name not in ("root", "localhost")]
+
+
+def key_names() -> list[str]:
+    try:
+        return list(Keys(home_dir() / KEYS_NAME).clients())
+    except (OSError, Leave):
+        return []
+
+
+def ask() -> Running:
+    try:
+        with connect(app="doctor", timeout_s=HELLO_S) as room:
+            return told_by(room)
+    except (ClientError, StateroomError) as error:
+        return Running(failure=type(error).__name__)
+
+
+def told_by(room: Room) -> Running:
+    stats = room.stats()
+    return Running(
+        room.server.version,
+        [to_wire(model) for model in room.server.models],
+        to_wire(stats),
+        room.list(everyone=True)[:SESSIONS_MAX],
+        room.requests(everyone=True),
+    )
+
+
+def log_lines() -> list[str]:
+    """Of the daemon's own log, from the file before as well, if need be."""
+    path = log_path(home_dir())
+    found: deque[str] = deque(maxlen=LOG_LINES)
+    for each in (*(path.with_name(f"{path.name}.{number}") for number in range(OLDER_FILES, 0, -1)), path):
+        found.extend(_end(each, LOG_LINES))
+    return list(found)
+
+
+def _end(path: Path, lines: int) -> list[str]:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return [line.rstrip("\n") for line in deque(file, maxlen=lines)]
+    except OSError:
+        return []
+
+
+def service_lines() -> list[str]:
+    return _end(home_dir() / "logs" / LOG_NAME, SERVICE_LINES)
