@@ -62,11 +62,14 @@ def _measured(spec: str, rows: int, tokens: int, prompt: int, profile: bool) -> 
         [*command, "--timed" if profile else "--no-timed"],
         env=preloaded(os.environ, find_blas().library),
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        capture_output=True,
+        text=True,
+        errors="replace",
         check=False,
     )
     if done.returncode != 0:
-        raise Leave(FAILED, "The model could not be measured; what went wrong is told above.")
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise Leave(FAILED, f"The model could not be measured: {last}")
     made: dict[str, Any] = json.loads(done.stdout)
     return made
 
