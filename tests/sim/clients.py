@@ -34,13 +34,15 @@ HABITS: dict[str, dict[str, int]] = {
     },
     "chat": {"open": 1, "prefill": 4, "decode": 6, "info": 1},
     "monitor": {
-        "watch": 2, "list": 4, "stats": 4, "info": 2, "hello": 1, "end_watch": 2, "load": 1, "unload": 1,
+        "watch": 2, "list": 4, "requests": 2, "stats": 4, "info": 2, "hello": 1, "end_watch": 2, "load": 1,
+        "unload": 1,
     },
     "poisoner": {"open": 2, "poison": 3, "decode": 2, "sync": 2, "close": 1},
     "crowd": {"open": 2, "decode": 4, "close": 1},
     "all": {
         "open": 3, "prefill": 3, "decode": 5, "decode_whole": 2, "sync": 4, "trim": 2, "fork": 2, "score": 1,
-        "tokens": 2, "close": 2, "info": 1, "list": 1, "stats": 1, "watch": 1, "end_watch": 1, "cancel": 3,
+        "tokens": 2, "close": 2, "info": 1, "list": 1, "requests": 1, "stats": 1, "watch": 1, "end_watch": 1,
+        "cancel": 3,
         "cancel_session": 1, "cancel_lost": 1, "open_named": 1, "fork_named": 1, "named": 3, "common": 3,
         "load": 1, "unload": 1, "missing": 1, "too_long": 1, "publish": 1, "unpublish": 1, "fork_trunk": 2,
     },
@@ -232,7 +234,11 @@ class Client:
         self.ask(p.Hello())
 
     def _list(self) -> None:
-        self.ask(p.List())
+        self.ask(p.List(everyone=self.draw.random() < 0.2))
+
+    def _requests(self) -> None:
+        session = self.draw.choice([None, None, NAME])
+        self.ask(p.Requests(session=session, everyone=self.draw.random() < 0.5), common=session is not None)
 
     def _stats(self) -> None:
         self.ask(p.Stats())

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 AT_ONCE = (Hello, List, Requests, Info, Stats, Cancel)
+HELD_FOR = ("engine", "session", "trial")
 OWN_MAX = 2  # tickets of the broker's own for each session: an adoption and a close
 END_S = 8.0  # within which a request that was told to end has ended; a worker that hangs is ended after 5
 ENDING = (RequestState.CANCELLING, RequestState.CUT, RequestState.ORPHANED)
@@ -57,6 +58,13 @@ class Invariants:
                 must((ticket.rid in queued) != (ticket.rid in held), f"a held {ticket.op} waits for nothing")
             else:
                 must(ticket.rid not in queued and ticket.rid not in held, f"a {ticket.op} is sent and held")
+            info = broker.view.request(ticket)
+            if ticket.state is RequestState.HELD:
+                must(info.waiting in HELD_FOR, f"a held {ticket.op} waits for {info.waiting}")
+                must(
+                    (info.waiting == "session") == (ticket.rid in held), f"a held {ticket.op} told otherwise"
+                )
+            must(info.waiting is None or info.waiting in HELD_FOR or info.waiting == "turn", "no such reason")
             if ticket.op != "watch" and ticket.state in WITH_ENGINE:
                 engine = broker.supervisor.engine(ticket.model or "")
                 must(ticket.generation == engine.generation, f"a {ticket.op} is with a worker that is gone")

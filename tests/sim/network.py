@@ -117,9 +117,12 @@ class Network:
         self._on_message, self._on_gone, self._on_drained = on_message, on_gone, on_drained
         return self
 
-    def bind(self, endpoint: str, pair: None = None) -> str:
+    def bind(self, endpoint: str, pair: None = None, descriptor: int = -1) -> str:
         self._open = True
         return endpoint
+
+    def traffic(self) -> dict[str, int]:
+        return {}
 
     def send(self, routing_id: bytes, frames: list[bytes]) -> Delivery:
         line = self.lines.get(routing_id)

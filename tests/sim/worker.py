@@ -14,6 +14,7 @@ from tests.sim.network import Link
 
 from stateroom.client.protocol import ModelInfo
 from stateroom.daemon.link import (
+    Doing,
     Failed,
     FromWorker,
     Pulse,
@@ -132,7 +133,8 @@ class Process:
     def _pulse(self) -> None:
         if self.alive and not self.hung:
             if not self._working:  # else it comes with the turn's end
-                self.say(Pulse({}))
+                requests = [] if self.engine is None else self.engine.requests
+                self.say(Pulse({}, [Doing(rid, "turn", 1, 2) for rid in requests]))
             self.loop.after(PULSE_S, self._pulse)
 
     def _woken(self) -> None:

@@ -221,6 +221,8 @@ class World:
         with contextlib.ExitStack() as stack:
             for module, name, value in (
                 (broker_module, "PublicSocket", self.network.bound_to),
+                (broker_module, "is_local", lambda descriptor: True),
+                (broker_module, "usage", dict),  # of the process that runs the tests
                 (supervisor, "LinkSocket", self._link),
                 (asyncio, "create_subprocess_exec", self._spawn),
                 (catalog_module.secrets, "token_urlsafe", lambda size: f"{ids.getrandbits(64):016x}"),
