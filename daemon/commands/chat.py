@@ -18,8 +18,10 @@ from stateroom.client import Room, Session, connect
 from stateroom.client.errors import Busy, ClientError, NotFound, StateroomError, Unsupported
 from stateroom.client.protocol import KV, LengthResult, Message, Sampling
 from stateroom.client.timeouts import CANCEL_TIMEOUT_S
+from stateroom.daemon.commands.completing import sessions
 from stateroom.daemon.commands.options import (
     COMMANDS_APP,
+    App,
     Endpoint,
     KVScheme,
     MaxTokens,
@@ -190,20 +192,32 @@ def resume(room: Room, name: str, model: str | None, kv: KV) -> Session:
 
 
 def chat(
-    name: Annotated[str, typer.Option(help="The session; it is made when it isn't there.")] = "chat",
+    name: Annotated[
+        str,
+        typer.Option(
+            metavar="SESSION",
+            help="The session, by its name; it is made when it isn't there.",
+            autocompletion=sessions,
+        ),
+    ] = "chat",
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.0,
     seed: Seed = None,
     model: Model = None,
     kv: KVScheme = "dense",
+    app: App = COMMANDS_APP,
     endpoint: Endpoint = None,
 ) -> None:
-    """Talk in a session that stays when you leave; /help lists what else it can do."""
+    """Talk in a session that stays when you leave; /help lists what else it can do.
+
+    stateroom chat
+    stateroom chat --name trip --max-tokens 200
+    """
     interactive = sys.stdin.isatty()
     if interactive:
         with suppress(ImportError):
             import readline  # noqa: F401  (input() then has history and editing)
-    with connect(endpoint, app=COMMANDS_APP) as room:
+    with connect(endpoint, app=app) as room:
         session = resume(room, name, model, KV(scheme=kv))
         talk = Chat(room, session, name, max_tokens, Sampling(temperature=temperature, seed=seed))
         if interactive:

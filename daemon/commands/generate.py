@@ -11,6 +11,7 @@ from stateroom.client import connect
 from stateroom.client.protocol import KV, Message, Sampling
 from stateroom.daemon.commands.options import (
     COMMANDS_APP,
+    App,
     Endpoint,
     KVScheme,
     MaxTokens,
@@ -24,22 +25,29 @@ FORGET_S = 60.0  # for the daemon to forget the session by itself, when this pro
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to answer; - reads it from the standard input.")],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="What to answer; - reads it from the standard input.")
+    ],
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
     seed: Seed = None,
     model: Model = None,
     kv: KVScheme = "dense",
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text as it stands, without template.")
+        bool, typer.Option("--raw", help="Continue the text as it stands, without chat template.")
     ] = False,
+    app: App = COMMANDS_APP,
     endpoint: Endpoint = None,
 ) -> None:
-    """Answer one prompt, and forget it."""
+    """Answer one prompt, and forget it.
+
+    stateroom generate "What is the capital of France?"
+    stateroom generate - --max-tokens 64 --temperature 0.8 < prompt.txt
+    """
     if prompt == "-":
         prompt = sys.stdin.read()
     sampling = Sampling(temperature=temperature, seed=seed)
-    with connect(endpoint, app=COMMANDS_APP) as room:
+    with connect(endpoint, app=app) as room:
         if raw:
             session = room.open(model=model, kv=KV(scheme=kv), ttl_s=FORGET_S, text=prompt)
         else:

@@ -22,8 +22,13 @@ from stateroom.daemon.keys import (
     write_key_file,
 )
 
-app = typer.Typer(help="Keys, for clients of other machines: `serve --listen tcp://…`.", no_args_is_help=True)
-Name = Annotated[str, typer.Argument(help="The client's name. What it opens belongs to NAME/its app.")]
+app = typer.Typer(
+    help="Make and list keys for clients of other machines: `serve --listen`.", no_args_is_help=True
+)
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="The client's name. What it opens belongs to NAME/its app."),
+]
 
 
 def _keys() -> Keys:
@@ -48,17 +53,24 @@ def make_server_key() -> None:
 def make_client_key(
     name: Name,
     file: Annotated[
-        Path | None, typer.Option("--out", help="Where to write the client's file.", show_default="NAME.key")
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="Where to write the client's file.", show_default="NAME.key"
+        ),
     ] = None,
     server: Annotated[
         str | None,
         typer.Option(
+            metavar="KEY",
             help="The daemon is on another machine, and this is its key: writes a second file, NAME.pub, to "
-            "be allowed there. The secret then never leaves this machine."
+            "be allowed there. The secret then never leaves this machine.",
         ),
     ] = None,
 ) -> None:
-    """Make a client's key, allow it, and write the file that the client needs."""
+    """Make a client's key, allow it, and write the file that the client needs.
+
+    stateroom keys client laptop
+    """
     check_name(name)
     keys, pair = _keys(), _make_pair()
     if server is not None and not is_key(server):
@@ -86,8 +98,8 @@ def make_client_key(
 
 @app.command("allow")
 def allow_client(
-    file: Annotated[Path, typer.Argument(help="A client's NAME.pub.")],
-    name: Annotated[str | None, typer.Option(help="Another name for it here.")] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A client's NAME.pub.")],
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Another name for it here.")] = None,
 ) -> None:
     """Let a client in whose key was made elsewhere."""
     told = read_key_file(file, secret=False)

@@ -22,8 +22,10 @@ def logs(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")
     ] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of its end.")] = LINES,
-    as_json: Annotated[bool, typer.Option("--json", help="As they are in the file.")] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", metavar="N", min=0, help="So many lines of its end.")
+    ] = LINES,
+    as_json: Annotated[bool, typer.Option("--json", help="The lines as they are in the file.")] = False,
 ) -> None:
     """Show the end of the daemon's log. It holds no prompts and no answers."""
     path = log_path(home_dir())

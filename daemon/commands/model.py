@@ -8,16 +8,24 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from stateroom.daemon.commands.completing import installed_models
 from stateroom.daemon.commands.options import AsJson
 from stateroom.daemon.commands.terminal import err, out, size
 from stateroom.daemon.models import DEMO, InstalledModel, add_demo, list_installed, remove
 
 app = typer.Typer(help="Add, list and remove the models installed here.", no_args_is_help=True)
-Name = Annotated[str, typer.Argument(help="The model's name.")]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="The model's name.", autocompletion=installed_models)
+]
 
 
 @app.command("add")
-def add_model(name: Annotated[str, typer.Argument(help="Only 'demo' so far.")]) -> None:
+def add_model(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="Only 'demo' so far.", autocompletion=lambda: [DEMO]),
+    ],
+) -> None:
     """Fetch a model, once. Others are served from where they are: `serve --model PATH`."""
     if name != DEMO:
         raise typer.BadParameter(

@@ -24,7 +24,11 @@ All = Annotated[bool, typer.Option("--all", help="Those of all owners, as far as
 def ps(
     app: App = COMMANDS_APP, everyone: All = False, as_json: AsJson = False, endpoint: Endpoint = None
 ) -> None:
-    """List the sessions of one owner, or of all."""
+    """List the sessions of one owner, or of all.
+
+    stateroom ps
+    stateroom ps --all --json
+    """
     with connect(endpoint, app=app) as room:
         sessions = room.list(everyone=everyone)
         others = int(room.stats().gauges["sessions"]) - len(sessions)

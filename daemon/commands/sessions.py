@@ -9,13 +9,19 @@ import typer
 from stateroom.client import Room, Session, connect
 from stateroom.client.errors import NotFound
 from stateroom.client.protocol import VerifyResult
+from stateroom.daemon.commands import completing
 from stateroom.daemon.commands.options import COMMANDS_APP, App, Endpoint
 from stateroom.daemon.commands.terminal import say, size
 from stateroom.daemon.exits import FAILED, Leave
 
 PREFIX_MIN = 4  # characters of an id that may stand for it; `ps` shows eight
 
-Ref = Annotated[str, typer.Argument(metavar="SESSION", help="Its name, its id, or how that begins.")]
+Ref = Annotated[
+    str,
+    typer.Argument(
+        metavar="SESSION", help="Its name, its id, or how that begins.", autocompletion=completing.sessions
+    ),
+]
 
 
 def session_of(room: Room, reference: str) -> Session:
@@ -52,7 +58,9 @@ def verify(
     session: Annotated[
         str | None,
         typer.Argument(
-            metavar="[SESSION]", help="Its name, its id, or how that begins; else the daemon picks one."
+            metavar="[SESSION]",
+            help="Its name, its id, or how that begins; else the daemon picks one.",
+            autocompletion=completing.sessions,
         ),
     ] = None,
     app: App = COMMANDS_APP,

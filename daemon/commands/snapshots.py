@@ -17,6 +17,7 @@ from rich.table import Table
 from stateroom.client import Progress as Done
 from stateroom.client import connect
 from stateroom.client.protocol import SnapshotInfo, Snapshots, SnapshotsResult
+from stateroom.daemon.commands import completing
 from stateroom.daemon.commands.options import COMMANDS_APP, App, AsJson, Endpoint, Model
 from stateroom.daemon.commands.sessions import Ref, session_of, shown
 from stateroom.daemon.commands.terminal import age, err, out, plain, receipt_line, say, size
@@ -24,7 +25,10 @@ from stateroom.daemon.exits import FAILED, Leave
 
 ID_SHOWN = 8  # characters of an id, as in `ps`
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The snapshot's name.")]
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="The snapshot's name.", autocompletion=completing.snapshots),
+]
 
 
 def save(
@@ -34,7 +38,11 @@ def save(
     app: App = COMMANDS_APP,
     endpoint: Endpoint = None,
 ) -> None:
-    """Keep what a session holds on disk, under a name."""
+    """Keep what a session holds on disk, under a name.
+
+    stateroom save chat before-the-trip
+    stateroom restore before-the-trip --as chat-again
+    """
     with connect(endpoint, app=app) as room:
         saved = session_of(room, session)
         done = saved.save(name, replace=replace)
@@ -43,7 +51,9 @@ def save(
 
 def restore(
     name: Name,
-    session: Annotated[str | None, typer.Option("--as", help="A name for the new session.")] = None,
+    session: Annotated[
+        str | None, typer.Option("--as", metavar="SESSION", help="A name for the new session.")
+    ] = None,
     app: App = COMMANDS_APP,
     endpoint: Endpoint = None,
 ) -> None:
@@ -100,7 +110,11 @@ def export(
     app: App = COMMANDS_APP,
     endpoint: Endpoint = None,
 ) -> None:
-    """Write a snapshot as one file, which `import` takes in elsewhere; all that was said is in it."""
+    """Write a snapshot as one file, which `import` takes in elsewhere; all that was said is in it.
+
+    stateroom export before-the-trip trip.stateroom
+    stateroom import trip.stateroom before-the-trip
+    """
     if file.exists():
         raise Leave(FAILED, f"{file} exists; remove it, or take another name.")
     with connect(endpoint, app=app) as room, bar(f"Exporting {name}") as on_progress:

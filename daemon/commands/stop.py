@@ -19,7 +19,7 @@ POLL_S = 0.05
 
 def stop(
     wait_s: Annotated[
-        float, typer.Option(min=0.0, help="How long to wait for its end, in seconds.")
+        float, typer.Option(metavar="SECONDS", min=0.0, help="How long to wait for its end.")
     ] = WAIT_S,
 ) -> None:
     """Stop the daemon: running requests end as cancelled, then it leaves."""
