@@ -32,7 +32,7 @@ from stateroom.daemon.memory import Memory
 from stateroom.daemon.metrics import Metrics
 from stateroom.daemon.peers import Peer, Peers
 from stateroom.daemon.pressure import Source, system_level
-from stateroom.daemon.prometheus import Page
+from stateroom.daemon.prometheus import Figures, Page
 from stateroom.daemon.quotas import Quotas
 from stateroom.daemon.shelf import Shelf
 from stateroom.daemon.sockets import NO_DESCRIPTOR, PublicSocket, is_local
@@ -63,7 +63,7 @@ class Broker:
         clock: Clock = monotonic_s,
         level: Source = system_level,
     ) -> None:
-        self.config, self.log, self._clock = config, log, clock
+        self.config, self.log, self._clock, self._began_s = config, log, clock, clock()
         keys = Keys(config.keys_dir)
         self._pair = None if config.insecure_loopback else keys.pair_for(config.endpoint, config.listen)
         self.keeper = None if config.state_dir is None else Keeper(open_store(config.state_dir), clock, log)
@@ -155,7 +155,7 @@ class Broker:
             self.metrics,
             log,
         )
-        self.view.more_gauges += [self.memory.gauges, usage]
+        self.view.more_gauges += [self.memory.gauges, self._own_gauges]
         if self.keeper is not None:
             self._restore(self.keeper)
 
@@ -197,12 +197,19 @@ class Broker:
 
     def _serve_page(self, port: int) -> Page | None:
         try:
-            page = Page(port, self.view.figures, self.metrics.timings, asyncio.get_running_loop())
+            page = Page(port, self._figures, asyncio.get_running_loop())
         except OSError as error:
             self.log.error("no metrics page", port=port, error=str(error))
             return None
         self.log.info("metrics page", port=page.port)
         return page
+
+    def _own_gauges(self) -> dict[str, float]:
+        return {"uptime_s": round(self._clock() - self._began_s, 1), **usage()}
+
+    def _figures(self) -> Figures:
+        engines = {engine.id: engine.timings for engine in self.supervisor.engines}
+        return Figures(self.view.figures(), self.metrics.timings, engines)
 
     async def stop(self) -> None:
         """Refuses what is new, ends what runs, has sessions parked, ends the workers, keeps what is known."""

@@ -1,4 +1,4 @@
-"""The page that Prometheus reads: what `stats` gives, and histograms of waits. On loopback, when asked for.
+"""The page that Prometheus reads: what `stats` gives, and histograms of times. On loopback, when asked for.
 
 A thread of the library's serves it; what it tells is read on the daemon's loop, so that it is of one moment.
 """
@@ -6,10 +6,14 @@ A thread of the library's serves it; what it tells is read on the daemon's loop,
 from __future__ import annotations
 
 import asyncio
+import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TookTooLong
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -22,32 +26,45 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from stateroom.client.protocol import StatsResult
-from stateroom.daemon.timings import Timings
+from stateroom.daemon.families import (
+    BUILD,
+    COUNTERS,
+    GAUGES,
+    OF_ENGINES,
+    OF_MODELS,
+    PREFIX,
+    STATE,
+    SUMS,
+    Family,
+    Place,
+    unknown,
+)
+from stateroom.daemon.lifecycle import EngineState
+from stateroom.daemon.timings import OF_ENGINE, Histogram, Timings
 
-PREFIX = "stateroom"
 LOOPBACK = "127.0.0.1"
 READ_S = 2.0  # for the loop to answer; it does within milliseconds
+STATES = (*(state.value for state in EngineState), "silent")
 
-# Counters whose names hold what others have as labels: `requests.decode.ok`.
-LABELLED = {
-    "requests": ("Requests that ended, by operation and outcome.", ("op", "code")),
-    "own": ("The daemon's own requests that ended.", ("op", "code")),
-    "moved": ("Sessions whose KV moved, by where it is now.", ("tier",)),
-}
+
+@dataclass(frozen=True)
+class Figures:
+    """All that the page tells, of one moment. `engines`: the histograms of each model's worker."""
+
+    stats: StatsResult
+    timings: Timings
+    engines: Mapping[str, Mapping[str, Histogram]]
 
 
 class Page:
-    """Serves it until closed. Raises OSError, when made, if the port is taken; 0 takes a free one."""
+    """Serves it until closed. Raises OSError, when made, if the port is taken; 0 takes a free one.
 
-    def __init__(
-        self,
-        port: int,
-        stats: Callable[[], StatsResult],
-        timings: Timings,
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
+    `read` is called on the loop.
+    """
+
+    def __init__(self, port: int, read: Callable[[], Figures], loop: asyncio.AbstractEventLoop) -> None:
         registry = CollectorRegistry()
-        registry.register(_Collector(stats, timings, loop))
+        registry.register(_Collector(read, loop))
         self._server, self._thread = start_http_server(port, LOOPBACK, registry)
         self.port: int = self._server.server_port
 
@@ -58,10 +75,8 @@ class Page:
 
 
 class _Collector(Collector):
-    def __init__(
-        self, stats: Callable[[], StatsResult], timings: Timings, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self._stats, self._timings, self._loop = stats, timings, loop
+    def __init__(self, read: Callable[[], Figures], loop: asyncio.AbstractEventLoop) -> None:
+        self._read, self._loop = read, loop
 
     def describe(self) -> list[Metric]:
         return []  # the registry would ask for everything to learn the names
@@ -71,7 +86,7 @@ class _Collector(Collector):
 
         def read() -> None:
             try:
-                told.set_result([*of_stats(self._stats()), *of_timings(self._timings)])
+                told.set_result(metrics(self._read()))
             except Exception as error:
                 told.set_exception(error)
 
@@ -82,60 +97,79 @@ class _Collector(Collector):
             return  # the daemon is stopping: its loop runs no more, or is closed
 
 
-def of_stats(stats: StatsResult) -> Iterator[Metric]:
-    """Counters, gauges, and each engine's state and figures."""
-    labelled: dict[str, CounterMetricFamily] = {}
+def metrics(figures: Figures) -> list[Metric]:
+    """Of all figures."""
+    made = _Samples()
+    stats = figures.stats
     for name, value in stats.counters.items():
-        kind, *rest = name.split(".")
-        if rest:
-            words, labels = LABELLED.get(kind, (f"{kind}, by what.", ("what",)))
-            if kind not in labelled:
-                labelled[kind] = CounterMetricFamily(
-                    _name(kind, "by" if kind == "requests" else ""), words, labels=labels
-                )
-            labelled[kind].add_metric(_fitted(rest, len(labels)), value)
-        else:
-            yield CounterMetricFamily(_name(name), f"`{name}` of stats.", value=value)
-    yield from labelled.values()
+        kind, _, rest = name.partition(".")
+        if name not in SUMS:
+            place = COUNTERS.get(kind) or unknown(kind, ("what",) if rest else (), counts=True)
+            made.add(place, _split(rest, len(place.family.labels)), value)
     for name, figure in stats.gauges.items():
-        yield GaugeMetricFamily(_name(name), f"`{name}` of stats.", value=figure)
-    yield from _of_engines(stats.models)
+        if name not in SUMS:
+            made.add(GAUGES.get(name) or unknown(name), (), figure)
+    for model in stats.models:
+        _add_model(made, model)
+    made.add(Place(BUILD), _versions(), 1)
+    return [*made.families.values(), *_histograms(figures)]
 
 
-def _of_engines(models: list[dict[str, Any]]) -> Iterator[Metric]:
-    made: dict[str, Metric] = {}
-
-    def family(name: str, words: str, *labels: str) -> GaugeMetricFamily:
-        return made.setdefault(
-            name, GaugeMetricFamily(_name("engine", name), words, labels=("model", *labels))
-        )  # type: ignore[return-value]
-
-    for model in models:
-        family("state", "1 for the state that it is in.", "state").add_metric(
-            [model["id"], model["state"]], 1
-        )
-        for name in ("starts", "deaths"):
-            family(name, f"`{name}` of a model of stats.").add_metric([model["id"]], model[name])
-        for name, figure in model["gauges"].items():
-            kind, _, app = name.partition(".")
-            labels = ("app",) if app else ()
-            family(kind, f"`{kind}` of a model's gauges.", *labels).add_metric(
-                [model["id"], *([app] if app else [])], figure
-            )
-    yield from made.values()
+def _add_model(made: _Samples, model: Mapping[str, Any]) -> None:
+    name = model["id"]
+    for state in STATES:
+        made.add(Place(STATE), (name, state), state == model["state"])
+    for kind, place in OF_MODELS.items():
+        made.add(place, (name,), model[kind])
+    for kind, figure in model["gauges"].items():
+        kind, _, rest = kind.partition(".")
+        place = OF_ENGINES.get(kind) or unknown(f"engine_{kind}", ("model", "what") if rest else ("model",))
+        made.add(place, (name, rest)[: len(place.family.labels) - len(place.given)], figure)
 
 
-def of_timings(timings: Timings) -> Iterator[Metric]:
-    for name, (words, histogram) in timings.by_name().items():
-        made = HistogramMetricFamily(_name(name), words)
+def _histograms(figures: Figures) -> Iterator[Metric]:
+    for name, (words, histogram) in figures.timings.by_name().items():
+        made = HistogramMetricFamily(f"{PREFIX}_{name}", words)
         made.add_metric([], histogram.up_to(), histogram.total)
+        yield made
+    for name, words in OF_ENGINE.items():
+        made = HistogramMetricFamily(f"{PREFIX}_engine_{name}", words, labels=("model",))
+        for model, of_model in figures.engines.items():
+            if name in of_model:
+                made.add_metric([model], of_model[name].up_to(), of_model[name].total)
         yield made
 
 
-def _name(*words: str) -> str:
-    return re.sub(r"[^a-z0-9_]", "_", "_".join((PREFIX, *(word for word in words if word))).lower())
+class _Samples:
+    """Metrics by name, with the samples that were added."""
+
+    def __init__(self) -> None:
+        self.families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+
+    def add(self, place: Place, values: Sequence[str], figure: float) -> None:
+        family = place.family
+        known = self.families.get(family.name) or self._made(family)
+        known.add_metric([*place.given, *values], figure * place.scale)
+
+    def _made(self, family: Family) -> CounterMetricFamily | GaugeMetricFamily:
+        kind = CounterMetricFamily if family.counts else GaugeMetricFamily
+        name = re.sub(r"[^a-z0-9_]", "_", f"{PREFIX}_{family.name}".lower())
+        made = self.families[family.name] = kind(name, family.words, labels=family.labels)
+        return made
 
 
-def _fitted(values: list[str], count: int) -> list[str]:
-    """As many as there are labels: the last one has the rest."""
-    return [*values[: count - 1], ".".join(values[count - 1 :])]
+def _split(rest: str, count: int) -> list[str]:
+    """What stands behind a counter's first dot, as values of so many labels; the last one has the rest."""
+    values = rest.split(".")
+    return [*values[: count - 1], ".".join(values[count - 1 :])] if count else []
+
+
+@cache
+def _versions() -> tuple[str, ...]:
+    def of(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return ""
+
+    return of("stateroom"), of("mlx"), of("mlx-lm"), platform.python_version()

@@ -57,7 +57,7 @@ def serve(config: Config) -> int:
         log.warning("no log file", error=problem)
     try:
         raise_file_limit(log)
-        return asyncio.run(_run(config, log, descriptor))
+        return asyncio.run(_run(config, log, descriptor, file))
     finally:
         if file is not None:
             file.close()
@@ -118,7 +118,7 @@ def take_places(config: Config) -> list[Lock]:
     return held
 
 
-async def _run(config: Config, log: FilteringBoundLogger, descriptor: int) -> int:
+async def _run(config: Config, log: FilteringBoundLogger, descriptor: int, file: LogFile | None) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -129,6 +129,8 @@ async def _run(config: Config, log: FilteringBoundLogger, descriptor: int) -> in
     if not Shelf(config.models, config.models_dir).all():
         log.warning("no models", hint="Install one with `stateroom model add demo`, or give `serve` one.")
     broker = Broker(config, log, blas)
+    if file is not None:
+        broker.metrics.others.append(lambda: {"log_lines_dropped": file.dropped})
     path = ipc_path(config.endpoint)
     try:
         endpoint = broker.start(descriptor)

@@ -1,4 +1,4 @@
-"""How long things take: what clients wait for, the engines' turns, the broker's own loop. Counted only. Pure."""
+"""How long things take: what clients wait for, engines' turns, the broker's own loop. Counted only. Pure."""
 
 from __future__ import annotations
 

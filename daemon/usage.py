@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
@@ -19,8 +20,6 @@ def usage() -> dict[str, float]:
         "cpu_s": round(time.process_time(), 3),
         "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK_UNIT,
     }
-    try:
+    with contextlib.suppress(OSError):
         made["rss_bytes"] = int(STATM.read_text().split()[1]) * PAGE_BYTES
-    except OSError:
-        pass
     return made

@@ -51,7 +51,8 @@ from stateroom.client.protocol import (
     Usage,
 )
 from stateroom.client.wire import field_types, wire_names
-from stateroom.daemon.metrics import Metrics
+from stateroom.daemon.families import GAUGES
+from stateroom.daemon.metrics import REASONS, Metrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 
@@ -253,7 +254,11 @@ def test_every_limit_and_its_value(protocol_tables: dict[str, list[Table]]) -> N
 
 def test_every_counter_is_named() -> None:
     stats = PAGE.read_text().partition("## `stats`")[2].partition("\n## ")[0]
-    assert {name for name in Metrics().counters() if f"`{name}`" not in stats} == set()
+    split = [name.partition(".") for name in Metrics().counters()]
+    names = {f"`{kind}.<" if rest else f"`{kind}`" for kind, _, rest in split}
+    assert {name for name in names if name not in stats} == set()
+    assert {name for name in GAUGES if f"`{name}`" not in stats} == set()
+    assert {reason for reason in REASONS if f"`{reason}`" not in stats} == set()
 
 
 def test_every_link_within_the_page_leads_somewhere(protocol_tables: dict[str, list[Table]]) -> None:
