@@ -31,6 +31,7 @@ from stateroom.daemon.commands.sessions import close, park, verify
 from stateroom.daemon.commands.snapshots import export, forget, import_, restore, save, snapshots
 from stateroom.daemon.commands.stop import stop
 from stateroom.daemon.commands.top import top
+from stateroom.daemon.commands.trace import trace
 from stateroom.daemon.commands.version import version
 from stateroom.daemon.exits import (
     CONFIG,
@@ -59,7 +60,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Talk": (generate, chat),
     "Sessions": (ps, close, park, verify),
     "Snapshots": (save, restore, snapshots, forget, export, import_),
-    "Look": (top, stats, logs, doctor, bench, version),
+    "Look": (top, trace, stats, logs, doctor, bench, version),
 }
 GROUPS = {"Set up": {"model": model, "config": config, "service": service, "keys": keys}}
 for panel, commands in COMMANDS.items():

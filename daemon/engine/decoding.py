@@ -10,7 +10,7 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from stateroom.caches.session import SessionCache
@@ -252,17 +252,16 @@ class Decoding:
         return len(event.tokens)
 
     def _record(
-        self, batch: Batch, flight: Flight, rids: tuple[int, ...], taken: list[int], now_ms: float
+        self, batch: Batch, flight: Flight, rids: tuple[int, ...], taken: Sequence[int], now_ms: float
     ) -> None:
         """`rids`: of the rows that took what was drawn, and so many tokens of it each."""
-        recorder, began_ms = self._engine.recorder, flight.launched_ms
+        engine, guesses = self._engine, list[int]()
+        most_ms = None if engine.filling.quantum is None else engine.schedule.pace.step_ms
         if flight.guesses:
-            guesses = {s.rid: len(g.tokens) for s, g in zip(flight.members, flight.guesses, strict=True)}
-            recorder.stepped(id(batch), rids, began_ms, now_ms, taken, [guesses[rid] for rid in rids])
-        elif sum(taken) == len(taken):
-            recorder.stepped(id(batch), rids, began_ms, now_ms)
-        else:
-            recorder.stepped(id(batch), rids, began_ms, now_ms, taken)
+            told = {s.rid: len(g.tokens) for s, g in zip(flight.members, flight.guesses, strict=True)}
+            guesses = [told[rid] for rid in rids]
+        tokens = () if sum(taken) == len(taken) and not guesses else taken
+        engine.recorder.stepped(id(batch), rids, flight.launched_ms, now_ms, tokens, guesses, most_ms)
 
     def _measure(self, flight: Flight) -> float:
         """Steps and quanta take turns on the device: what lies between two ends is the second one's.

@@ -4,7 +4,9 @@ A ring of the last events, for all requests together. A step is no event: those 
 after the other are one, with their number, until something else happened. So a step costs the recorder one
 look at what it has open, however many rows took it.
 
-The device does one thing at a time, so what lies between two ends is the second one's. What a request spent
+The device does one thing at a time, so what lies between two ends is the second one's. (Launching a step may
+block until the quantum before it is nearly done: then a step has what such steps took alone, and the quantum
+the rest, as the schedule has it: `Pace.split`.) What a request spent
 behind steps and quanta that were not its own is worked out when somebody asks.
 """
 
@@ -136,13 +138,17 @@ class Recorder:
         now_ms: float,
         tokens: Sequence[int] = (),
         guesses: Sequence[int] = (),
+        most_ms: float | None = None,
     ) -> None:
         """A step of a batch has ended. `tokens`: of each row, unless it brought each just one; `guesses`:
-        of each row in a round, which it verified."""
+        of each row in a round, which it verified. `most_ms`: it took no longer; what lies behind it on the
+        device may have ended by now, too."""
         if not self.on or not rids:
             return
-        start_ms, self._until_ms = max(self._until_ms, launched_ms), now_ms
-        ms = now_ms - start_ms
+        start_ms = max(self._until_ms, launched_ms)
+        if most_ms is not None and start_ms + most_ms < now_ms:
+            now_ms = start_ms + most_ms
+        self._until_ms, ms = now_ms, now_ms - start_ms
         run = self._runs.get(batch)
         if run is None or not _goes_on(run, rids, start_ms, bool(guesses)):
             self._begin_run(batch, _Run(rids, start_ms, now_ms, 1, ms, ms), tokens, guesses)
