@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stateroom.client.limits import BATCH_MAX
 from stateroom.daemon.exits import CONFIG, Leave
-from stateroom.daemon.logs import LogFormat
+from stateroom.daemon.log_file import LogFormat
 from stateroom.daemon.models import resolve
 from stateroom.daemon.quotas import Quota
 from stateroom.daemon.scheduler.fairness import WEIGHT_MAX, WEIGHT_MIN

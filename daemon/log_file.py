@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import Literal
 
+LogFormat = Literal["json", "console"]  # on stderr; here, without structlog, for what only names it
 LOG_NAME = "stateroom.log"
 FILE_BYTES_MAX = 10 * 2**20
 OLDER_FILES = 4  # beside the one that is written: stateroom.log.1 is the youngest of them

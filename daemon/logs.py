@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import secrets
 import sys
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 import structlog
 from structlog.typing import FilteringBoundLogger, Processor
 
 from stateroom.daemon.clock import Clock
 from stateroom.daemon.log_file import LogFile
+from stateroom.daemon.log_file import LogFormat as LogFormat  # for workers, too
 
-LogFormat = Literal["json", "console"]
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 INCIDENT_BYTES = 6
 

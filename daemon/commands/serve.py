@@ -15,12 +15,12 @@ from stateroom.client.limits import BATCH_MAX
 from stateroom.client.paths import check_endpoint, default_endpoint, home_dir, ipc_path, runtime_dir
 from stateroom.daemon import settings
 from stateroom.daemon.commands.completing import installed_models
-from stateroom.daemon.config import STATE_NAME, Config, model_specs, parse_bytes, parse_quotas, parse_weights
+from stateroom.daemon.config import STATE_NAME, Config, parse_bytes, parse_quotas, parse_weights
 from stateroom.daemon.exits import CONFIG, Leave
 from stateroom.daemon.keys import KEYS_NAME, Keys, over_network
-from stateroom.daemon.log_file import log_path
-from stateroom.daemon.logs import LogFormat
+from stateroom.daemon.log_file import LogFormat, log_path
 from stateroom.daemon.models import models_dir
+from stateroom.daemon.readable import readable_specs
 
 MIN_VERIFY_HOURS = 0.01
 
@@ -306,7 +306,7 @@ def serve(
         activated=activated,
         listen=listen,
         insecure_loopback=insecure_loopback,
-        models=model_specs(model or [], models_dir()),
+        models=readable_specs(model or [], models_dir()),
         allow_any_model=allow_any_model,
         kv_budget_bytes=parse_bytes(kv_budget) if kv_budget else None,
         unload_after_s=unload_after or None,

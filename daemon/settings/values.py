@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-
 from stateroom.client.errors import BadEndpoint
 from stateroom.client.paths import check_endpoint
 from stateroom.daemon.config import parse_bytes, parse_quotas, parse_weights
@@ -22,7 +20,6 @@ SHOWN_MAX = 60  # characters of a wrong value
 TABLES = {"weight": "[weight] editor = 4", "quota": "[quota.editor] sessions = 9"}  # by app
 ENDPOINTS = ("endpoint", "listen")
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class Wrong(Exception):
@@ -44,13 +41,16 @@ def taken(setting: Setting, value: Any) -> Any:
         return list(_texts(setting.name, value))
     if setting.is_size:
         return _size(value)
+    from pydantic import ConfigDict, Field, TypeAdapter, ValidationError  # slow to load, and few have a file
+
     kind = setting.kind
     if kind == list[str] and isinstance(value, str):
         value = [value]
     if setting.option.min is not None or setting.option.max is not None:
         kind = Annotated[kind, Field(ge=setting.option.min, le=setting.option.max)]
     try:
-        value = TypeAdapter(kind, config=STRICT).validate_python(value)
+        strict = ConfigDict(strict=True, allow_inf_nan=False)
+        value = TypeAdapter(kind, config=strict).validate_python(value)
     except ValidationError:
         raise Wrong(f"takes {takes(setting)}, not {_shown(value)}.") from None
     if setting.name in ENDPOINTS:
