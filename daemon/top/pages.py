@@ -8,17 +8,19 @@ from stateroom.daemon.top.text import HEAD, QUIET, STRONG, Line, Piece, line
 from stateroom.daemon.top.words import TIERS, WAITS, count_of, fit, long_wait, rate, short_wait, size, span
 
 HELP = """
-up down pgup pgdn home end   move            enter   details of a session, with its requests
-s  S    next, previous order                 r       turn the order round
-/       filter: sessions that have all words, in name, id, owner, model, class, place or state
-k       cancel what runs in the session      p       park it: KV to disk, off the device
-x       close it for good                    space   pause and go on
-?       this page                            q       quit          ctrl-l  draw anew
+up down pgup pgdn home end  move          enter  its details and requests
+s  S   next, previous order               r      turn the order round
+/      show only sessions that have all words, in their name, id, owner, model,
+       class, place or state              esc    drop the filter; leave a page
+k      cancel what runs in it             p      park it: KV off the device
+x      close it for good                  space  pause, and go on
+?      this page    q  quit               ctrl-l draw the screen anew
 
-SESSION  its name, or the first of its id    LEN     tokens
-C        i interactive, b background         PRIV    bytes of KV that it has for itself
-TOK/S    decoded, or computed, a second      SHRD    bytes that it shares with others
-IDLE     since its last request              KV ON   device, disk, or tokens alone
+SESSION  its name, or the first of its id    OWNER   the app that it belongs to
+C        i interactive, b background         LEN     tokens
+PRIV     bytes of KV that it has for itself  SHRD    bytes shared with others
+KV ON    device, disk, or its tokens alone   TOK/S   tokens a second
+STATE    what it does, or why it waits       IDLE    since its last request
 ↓ ↑      what the order goes by, turned round
 KV budget  # held by engines, = granted to them, . free
 """.strip("\n").split("\n")

@@ -28,7 +28,6 @@ from stateroom.daemon.top.words import clean
 
 GAP = 8  # unchanged cells that are sent again rather than moving the cursor over them
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PICTURE_SIZE = (104, 26)
 
 
 class Canvas(Widget, can_focus=True):
@@ -199,20 +198,3 @@ async def run(source: Source, owner: str | None = None) -> int:
         return await app.run_async(mouse=False) or OK
     finally:
         await source.close()
-
-
-def picture(source: Source, size: tuple[int, int] = PICTURE_SIZE, looks: int = 3) -> str:
-    """The view as SVG, after so many looks (rates need two), without a terminal. `size`: columns, rows."""
-
-    async def drawn() -> str:
-        try:
-            app = Top(source, await source.look())
-            async with app.run_test(size=size) as pilot:
-                for _ in range(looks - 1):
-                    await app.look()
-                await pilot.pause()
-                return app.export_screenshot(title="stateroom top")
-        finally:
-            await source.close()
-
-    return asyncio.run(drawn())
