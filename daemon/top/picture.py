@@ -9,6 +9,7 @@ from stateroom.daemon.top.source import Source
 
 SIZE = (104, 24)  # columns, rows
 LOOKS = 3  # rates need two
+WAIT_S = 0.05
 
 
 def picture(source: Source, size: tuple[int, int] = SIZE, looks: int = LOOKS) -> str:
@@ -16,10 +17,10 @@ def picture(source: Source, size: tuple[int, int] = SIZE, looks: int = LOOKS) ->
 
     async def drawn() -> str:
         try:
-            first = await source.look()
-            app = Top(source, first)
+            app = Top(source, await source.look())
             async with app.run_test(size=size) as pilot:
-                await asyncio.sleep(looks * first.every_s)  # it looks by itself
+                while app.looked < looks:
+                    await pilot.pause(WAIT_S)
                 await pilot.pause()
                 return app.export_screenshot(title="stateroom top")
         finally:

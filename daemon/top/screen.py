@@ -81,7 +81,10 @@ def cell_length(line: Line) -> int:
 
 
 class Top(App[int], inherit_bindings=False):
-    """Looks again and again, and does what keys say. Its return value is the exit code."""
+    """Looks again and again, and does what keys say. Its return value is the exit code.
+
+    Attributes: looked: how often it has, the first look included.
+    """
 
     ENABLE_COMMAND_PALETTE = False
     CSS = "Screen { background: ansi_default; }"
@@ -89,6 +92,7 @@ class Top(App[int], inherit_bindings=False):
     def __init__(self, source: Source, first: Snapshot, owner: str | None = None) -> None:
         super().__init__(ansi_color=True)
         self._source, self._owner = source, owner
+        self.looked = 1
         self._rates = Rates()
         self._board: Board = self._taken(first)
         self._rows: list[Row] = []
@@ -130,6 +134,7 @@ class Top(App[int], inherit_bindings=False):
             self._trouble, self._seen_s = None, time.monotonic()
             if not self._view.paused:
                 self._board = self._taken(snapshot)
+        self.looked += 1
         self._show()
 
     def _taken(self, snapshot: Snapshot) -> Board:
