@@ -225,6 +225,7 @@ def test_only_so_many_that_ended_are_remembered(rig: Rig, monkeypatch: pytest.Mo
     session = client.open()
     for _ in range(tickets.RECENT_MAX + 10):
         client.ask("lease", session=session)
+    for _ in range(20):
         client.ask("list")
         client.ask("requests")
     told = asked(client)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from tests.conftest import RunningDaemon, StartDaemon
 from tests.system.conftest import ConnectTo, await_model
 from tests.tiny import write_tiny_model
 
-from stateroom.client import Room
+from stateroom.client import Room, connect_async
 from stateroom.client.protocol import RequestInfo, Score
 
 pytestmark = pytest.mark.system
@@ -84,7 +85,6 @@ def test_an_interactive_stream_runs_and_a_background_one_yields(
     listed = {info["session"]: info for info in json.loads(ps(daemon, "--all", "--json"))}
     assert {info["owner"] for info in listed.values()} == {"agent", "editor"}
     assert listed[slow.id]["running"] == "decode"
-    assert "agent" not in ps(daemon, "--app", "editor")
     for stream in streams:
         stream.close()
     until(agent, lambda told: not told)
@@ -101,6 +101,15 @@ def test_of_two_streams_one_has_its_turn(daemon: RunningDaemon, connect_to: Conn
     assert all(next(each).tokens for each in drawn)
     told = until(room, lambda told: "turn" in {info.waiting for info in told.values()})
     assert sorted(str(info.waiting) for info in told.values()) == ["None", "turn"]
+
+    async def look() -> tuple[set[str], set[str]]:
+        async with connect_async(daemon.endpoint, app="onlooker") as onlooker:
+            assert await onlooker.list() == await onlooker.requests() == []
+            listed, asked = await onlooker.list(everyone=True), await onlooker.requests(everyone=True)
+            return {info.session for info in listed}, {info.session or "" for info in asked[:2]}
+
+    ids = {session.id for session in sessions}
+    assert asyncio.run(look()) == (ids, ids)
     for stream in streams:
         stream.close()
     for session in sessions:
