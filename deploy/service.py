@@ -21,7 +21,7 @@ STOP_S = 15  # from SIGTERM to SIGKILL; the daemon parks its sessions and leaves
 RESTART_S = 10  # between two starts at the least
 LOG_NAME = "service.log"  # what is written before the daemon has its own log, and crashes
 # Of the environment that it is installed from.
-INHERITED = ("STATEROOM_CONFIG", "STATEROOM_MODELS_DIR", "HF_HOME", "LANG")
+INHERITED = ("STATEROOM_CONFIG", "HF_HOME", "LANG")
 
 
 class ServiceError(Exception):

@@ -68,8 +68,8 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="MODEL",
-            help="Load at the start: an installed name, a folder, a GGUF file or a Hugging Face id. May be "
-            "given several times; the first is used where a client names none.",
+            help="Load at the start: an installed name, a folder, a GGUF file or a Hugging Face id. The "
+            "first is used where a client names none. May be given several times.",
             show_default="none",
             autocompletion=installed_models,
             rich_help_panel=MODELS,
@@ -88,7 +88,7 @@ def serve(
         typer.Option(
             metavar="SECONDS",
             min=0.0,
-            help="Unload a model that nobody has used for so long; 0: never.",
+            help="Unload a model that nobody has used for so many seconds; 0: never.",
             rich_help_panel=MODELS,
         ),
     ] = UNLOAD_AFTER_S,
@@ -194,7 +194,7 @@ def serve(
             help="The most that this app may have at once, like editor=sessions:9,bytes:8GiB; limits are "
             "sessions, bytes (of KV), disk and requests. APP `default` stands for all without a quota of "
             "their own. May be given several times.",
-            show_default="half of what the daemon takes",
+            show_default="half of the daemon's sessions and requests",
             callback=checked_quotas,
             rich_help_panel=SHARING,
         ),
@@ -224,8 +224,8 @@ def serve(
         typer.Option(
             metavar="HOURS",
             min=MIN_VERIFY_HOURS,
-            help="Compute every idle session again so often, in the background, and compare it with what is "
-            "stored. `stats` counts those that differ, the log names them.",
+            help="Every so many hours compute each idle session again, in the background, and compare it "
+            "with what is stored. `stats` counts those that differ, the log names them.",
             show_default="only when asked: `stateroom verify`",
             rich_help_panel=LOOK,
         ),

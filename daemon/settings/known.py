@@ -19,7 +19,7 @@ PREFIX = "STATEROOM_"
 HOME = "home"  # is none: it says where the file is
 # Variables that are no setting of `serve`: they say where things are, before any file is read.
 OTHER_VARIABLES = tuple(
-    PREFIX + name for name in ("HOME", "CONFIG", "RUNTIME_DIR", "KEY_FILE", "MODELS_DIR", "BLAS", "SERVICE")
+    PREFIX + name for name in ("HOME", "CONFIG", "RUNTIME_DIR", "KEY_FILE", "BLAS", "SERVICE")
 )
 REPEATED = " May be given several times."  # of an option
 COMMANDS = "Commands"  # the part of the file that isn't about `serve`

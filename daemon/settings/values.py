@@ -19,6 +19,7 @@ from stateroom.daemon.settings.lines import Place
 SHOWN_MAX = 60  # characters of a wrong value
 TABLES = {"weight": "[weight] editor = 4", "quota": "[quota.editor] sessions = 9"}  # by app
 ENDPOINTS = ("endpoint", "listen")
+MODEL = "model"
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -55,6 +56,10 @@ def taken(setting: Setting, value: Any) -> Any:
         raise Wrong(f"takes {takes(setting)}, not {_shown(value)}.") from None
     if setting.name in ENDPOINTS:
         _parsed(check_endpoint, value)
+    if setting.name == MODEL:
+        for spec in value:
+            if spec.startswith(("./", "../")) or (spec.endswith(".gguf") and spec[0] not in "/~"):
+                raise Wrong(f"takes whole paths: {_shown(spec)} depends on where the daemon is started.")
     return value
 
 

@@ -17,9 +17,13 @@ from typer.testing import CliRunner, Result
 from stateroom.client.errors import BadConfig
 from stateroom.daemon import commands, settings
 from stateroom.daemon.config import parse_quotas, parse_weights
+from stateroom.daemon.settings.known import OTHER_VARIABLES
 from stateroom.daemon.settings.lines import lines_of
 from stateroom.daemon.settings.template import template
-from stateroom.daemon.settings.values import TABLES
+from stateroom.daemon.settings.values import TABLES, takes
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = ROOT / "docs" / "configuration.md"
 
 EVERYTHING = """\
 model = "demo"
@@ -122,6 +126,8 @@ def test_every_kind_of_value_is_taken_as_its_option_takes_it(file: Path) -> None
         ("keep = 1", "1: keep takes true or false, not 1."),
         ("log = 'xml'", '1: log takes one of json, console, not "xml".'),
         ("model = [1]", "1: model takes text, or a list of texts, not [1]."),
+        ("model = ['demo', './x']", '1: model takes whole paths: "./x" depends on where'),
+        ("model = 'x.gguf'", '1: model takes whole paths: "x.gguf" depends'),
         ("app = 1979-05-27", '1: app takes text, not "1979-05-27".'),
         ("kv-budget = 'much'", "1: kv-budget can't be that: 'much' is no size"),
         ("kv-budget = 0", "1: kv-budget can't be that: A size of '0' leaves no room"),
@@ -244,8 +250,9 @@ def test_every_setting_can_come_from_each_place(file: Path) -> None:
     write(
         file, re.sub(r"(?m)^# (?=[a-z-]+ = |\[)", "", template()).replace("tcp://0.0.0.0", "tcp://127.0.0.1")
     )
+    by_file = shown()
     for name, setting in settings.known().items():
-        (value, origin, where) = shown()[name]
+        (value, origin, where) = by_file[name]
         assert origin == "file", name
         assert where.startswith(f"{file}:")
         said = value if isinstance(value, list) else [value]
@@ -319,6 +326,32 @@ def test_a_wrong_file_stops_what_needs_it_and_nothing_else(file: Path, text: str
         assert str(file) in str(done.exception), arguments
     for arguments in (["version"], ["serve", "--help"], ["config", "path"], ["model", "list"]):
         assert CliRunner().invoke(commands.app, arguments).exit_code == 0, arguments
+
+
+def test_every_variable_that_the_sources_name_is_known() -> None:
+    known = {setting.variable for setting in settings.known().values()} | set(OTHER_VARIABLES)
+    named: set[str] = set()
+    for part in ("client", "daemon", "deploy"):
+        for path in (ROOT / part).rglob("*.py"):
+            named |= set(re.findall(r"(?<![_A-Z])STATEROOM_[A-Z_]*[A-Z]", path.read_text()))
+    assert len(named) > 8
+    assert named - known == set()
+
+
+@pytest.mark.parametrize("name", settings.known())
+def test_the_page_has_every_setting(name: str) -> None:
+    setting = settings.known()[name]
+    help_text = setting.help.replace("|", "\\|")
+    row = f"| `{name}` | {takes(setting)} | {setting.default_words} | {help_text} |"
+    assert row in PAGE.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    "block", re.findall(r"```toml\n(.*?)```", (ROOT / "docs/configuration.md").read_text(), re.S)
+)
+def test_the_examples_of_the_page_are_taken(file: Path, block: str) -> None:
+    write(file, block)
+    assert settings.problem() is None
 
 
 def test_tables_are_those_of_the_options_that_name_apps() -> None:
