@@ -224,9 +224,11 @@ class AsyncRoom:
         """As `Room.stats`."""
         return await self.call(Stats(), StatsResult)
 
-    def watch(self, *, sessions: bool = True, stats_every_s: float | None = None) -> AsyncEventStream:
+    def watch(
+        self, *, sessions: bool = True, stats_every_s: float | None = None, everyone: bool = False
+    ) -> AsyncEventStream:
         """As `Room.watch`; it starts when the stream is first waited for."""
-        request = Watch(sessions=sessions, stats_every_s=stats_every_s)
+        request = Watch(sessions=sessions, stats_every_s=stats_every_s, everyone=everyone)
         return AsyncEventStream(lambda: self.start(request))
 
     async def load(self, model: str, *, timeout_s: float | None = None) -> ModelInfo:

@@ -397,6 +397,7 @@ class Watch(Request):
     op: ClassVar[str] = "watch"
     sessions: bool = True
     stats_every_s: Annotated[float, Range(0.1, 3600)] | None = None
+    everyone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

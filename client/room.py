@@ -284,9 +284,16 @@ class Room:
         """The daemon's counters and gauges."""
         return self.call(Stats(), StatsResult)
 
-    def watch(self, *, sessions: bool = True, stats_every_s: float | None = None) -> EventStream:
-        """What happens in the daemon, as it happens, until the stream is closed."""
-        return EventStream(self.start(Watch(sessions=sessions, stats_every_s=stats_every_s)))
+    def watch(
+        self, *, sessions: bool = True, stats_every_s: float | None = None, everyone: bool = False
+    ) -> EventStream:
+        """What happens in the daemon, as it happens, until the stream is closed.
+
+        `everyone`: to sessions of other owners, too, as far as they may be seen.
+        """
+        return EventStream(
+            self.start(Watch(sessions=sessions, stats_every_s=stats_every_s, everyone=everyone))
+        )
 
     def load(self, model: str, *, timeout_s: float | None = None) -> ModelInfo:
         """Loads a model; returns when it is there."""

@@ -228,7 +228,7 @@ class Desk:
             self._traces.begin(ticket, peer, request)
         elif isinstance(request, Watch):
             ticket.advance(RequestEvent.SEND)
-            self._watchers.add(ticket, request)
+            self._watchers.add(ticket, request, self._view.sight(peer, request.everyone))
         elif isinstance(request, Load):
             self._work.load(ticket, self._supervisor.engine_for(self._shelf.find(request.model)))
         elif isinstance(request, Unload):

@@ -1,9 +1,9 @@
-"""`watch`: who wants to hear of what happens. Sessions' events go to their owner, engines' to all."""
+"""`watch`: who wants to hear of what happens. Sessions' events go to who may see them, engines' to all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stateroom.client.protocol import Event, StatsResult, Watch, WatchResult
 from stateroom.client.wire import to_wire
@@ -14,8 +14,8 @@ from stateroom.daemon.tickets import Ticket, Tickets
 @dataclass(slots=True, eq=False)
 class _Watcher:
     ticket: Ticket
-    sessions: bool
-    stats_every_s: float | None
+    watch: Watch
+    sees: Callable[[str], bool]
     stats_due_s: float
     events: int = 0
 
@@ -39,9 +39,10 @@ class Watchers:
     def __len__(self) -> int:
         return len(self._watchers)
 
-    def add(self, ticket: Ticket, watch: Watch) -> None:
+    def add(self, ticket: Ticket, watch: Watch, sees: Callable[[str], bool]) -> None:
+        """`sees(owner)`: whether it may hear of that one's sessions."""
         every_s = watch.stats_every_s
-        self._watchers[ticket.rid] = _Watcher(ticket, watch.sessions, every_s, self._clock() + (every_s or 0))
+        self._watchers[ticket.rid] = _Watcher(ticket, watch, sees, self._clock() + (every_s or 0))
         if every_s is not None:
             self._wake(every_s)
 
@@ -57,17 +58,21 @@ class Watchers:
     def publish(self, event: Event, owner: str | None = None) -> None:
         """Tells the watchers. `owner`: whose session it is about; None tells everyone."""
         for watcher in list(self._watchers.values()):
-            if owner is None or (watcher.sessions and watcher.ticket.owner == owner):
+            if owner is None:
                 self._tell(watcher, event)
+            elif watcher.watch.sessions and watcher.sees(owner):
+                named = {"owner": owner} if watcher.watch.everyone else {}
+                self._tell(watcher, replace(event, details=event.details | named))
 
     def tick(self) -> None:
         """Sends the figures that are due."""
         now_s = self._clock()
         for watcher in list(self._watchers.values()):
-            if watcher.stats_every_s is not None and now_s >= watcher.stats_due_s:
-                watcher.stats_due_s = now_s + watcher.stats_every_s
+            every_s = watcher.watch.stats_every_s
+            if every_s is not None and now_s >= watcher.stats_due_s:
+                watcher.stats_due_s = now_s + every_s
                 self._tell(watcher, Event(event="stats", details=to_wire(self._stats(watcher.ticket.owner))))
-        due_s = min((w.stats_due_s for w in self._watchers.values() if w.stats_every_s), default=None)
+        due_s = min((w.stats_due_s for w in self._watchers.values() if w.watch.stats_every_s), default=None)
         if due_s is not None:
             self._wake(max(0.0, due_s - now_s))
 
