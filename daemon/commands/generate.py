@@ -53,10 +53,13 @@ def generate(
         else:
             message = Message(role="user", content=prompt)
             session = room.open(model=model, kv=KV(scheme=kv), ttl_s=FORGET_S, messages=[message])
+        begun = False
         try:
             with session.decode(max_tokens=max_tokens, sampling=sampling) as stream:
                 for token in stream:
                     write(token.text)
+                    begun = True
         finally:
-            write("\n")
+            if begun:
+                write("\n")
             session.close()

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from stateroom.daemon.commands.completing import installed_models
 from stateroom.daemon.commands.options import AsJson
 from stateroom.daemon.commands.terminal import err, out, size
+from stateroom.daemon.exits import CONFIG, Leave
 from stateroom.daemon.models import DEMO, InstalledModel, add_demo, list_installed, remove
 
 app = typer.Typer(help="Add, list and remove the models installed here.", no_args_is_help=True)
@@ -28,8 +29,10 @@ def add_model(
 ) -> None:
     """Fetch a model, once. Others are served from where they are: `serve --model PATH`."""
     if name != DEMO:
-        raise typer.BadParameter(
-            "only 'demo' is fetched; give `serve --model` a folder, a .gguf file or a Hugging Face id"
+        raise Leave(
+            CONFIG,
+            f"Only 'demo' is fetched, not {name!r}; give `serve --model` a folder, a .gguf file or a Hugging "
+            "Face id.",
         )
     model = fetch_demo()
     out.print(f"{model.name}: {size(model.bytes)} at {model.path}", markup=False, soft_wrap=True)

@@ -42,7 +42,13 @@ def trace(
     as_json: AsJson = False,
     endpoint: Endpoint = None,
 ) -> None:
-    """Show where the time of a request went: waits, prefill, decode, sends."""
+    """Show where the time of a request went: waits, prefill, decode, sends.
+
+    stateroom trace
+    stateroom trace last
+    stateroom trace 41 --spans
+    stateroom trace 41 --chrome trace.json
+    """
     with connect(endpoint, app=COMMANDS_APP) as room:
         if request is None:
             _list(room, as_json)
@@ -73,8 +79,13 @@ def _rid(room: Room, said: str) -> int:
 def _write(file: Path, text: str) -> None:
     if str(file) == "-":
         sys.stdout.write(text + "\n")
-    else:
+        return
+    try:
         file.write_text(text + "\n")
+    except OSError as error:
+        if file.is_file():
+            file.unlink()  # a part of it would be of no use
+        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 def _fitting(line: str) -> str:

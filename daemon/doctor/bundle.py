@@ -92,8 +92,10 @@ def write(file: Path, found: Sequence[Check], settings: list[dict[str, Any]]) ->
                 about = tarfile.TarInfo(f"stateroom-bundle/{name}")
                 about.size, about.mode, about.mtime = len(text), MODE, int(time.time())
                 archive.addfile(about, io.BytesIO(text))
-    except BaseException:
+    except BaseException as error:
         file.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(file)) from error
         raise
 
 

@@ -1,12 +1,13 @@
 """Runs many command lines at once, each in a fork of one process that has imported everything already.
 
 What a fork runs is the entry point itself, to the interpreter's very end, with streams of its own: the same
-as `stateroom …` in a shell, without the half second that each would take to import. Reads jobs from its stdin,
-writes what they did to its stdout, both as JSON.
+as `stateroom …` in a shell, without the half second that each would take to import.
+Jobs come on its stdin, and what they did goes to its stdout, both as JSON.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-AT_ONCE = 6
+AT_ONCE = 12  # most of them wait for a daemon that does not answer
 JOB_S = 30.0  # and it is killed
 POLL_S = 0.02
 READ_BYTES = 1 << 20
@@ -84,32 +85,35 @@ class Running:
     pid: int
     began_s: float
     pipes: dict[int, str]  # those that are still open, by what they bring
-    brought: dict[str, bytes] = field(default_factory=lambda: {"out": b"", "err": b""})
+    brought: dict[str, bytes] = field(default_factory=lambda: {"out": b"", "err": b"", "ready": b""})
     code: int | None = None
     interrupted: bool = False
+    ready_s: float | None = None  # when it was about to begin
     ended_s: float | None = None
 
 
 def start(job: Job) -> Running | None:
     """None: this is the fork, and everything is as its job wants it."""
-    ends = {name: os.pipe() for name in ("in", "out", "err")}
+    ends = {name: os.pipe() for name in ("in", "out", "err", "ready")}
     pid = os.fork()
     if pid:
-        for reads, writes in (ends["out"], ends["err"]):
+        for reads, writes in (ends["out"], ends["err"], ends["ready"]):
             os.set_blocking(reads, False)
             os.close(writes)
         os.close(ends["in"][0])
         if job.stdin:
             os.write(ends["in"][1], job.stdin.encode())
         os.close(ends["in"][1])
-        return Running(job, pid, time.monotonic(), {ends["out"][0]: "out", ends["err"][0]: "err"})
+        pipes = {ends[name][0]: name for name in ("out", "err", "ready")}
+        return Running(job, pid, time.monotonic(), pipes)
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python starts with
     os.dup2(ends["in"][0], 0)
     os.dup2(ends["out"][1], 1)
     os.dup2(ends["err"][1], 2)
-    os.closerange(3, 256)
+    ready = os.dup2(ends["ready"][1], 255)
+    os.closerange(3, 255)
     if job.stdout == "full":
         os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
     elif job.stdout == "unread":
@@ -129,6 +133,7 @@ def start(job: Job) -> Running | None:
     if job.stdin is None:
         os.close(0)
     sys.argv = ["stateroom", *job.arguments]
+    os.close(ready)
     return None
 
 
@@ -137,7 +142,8 @@ def look_after(running: Running) -> bool:
     took_s = time.monotonic() - running.began_s
     due_s = running.job.interrupt_s
     if running.code is None and running.ended_s is None:
-        if due_s is not None and took_s > due_s and not running.interrupted:
+        begun = running.ready_s is not None and time.monotonic() - running.ready_s > (due_s or 0.0)
+        if due_s is not None and begun and not running.interrupted:
             running.interrupted = True
             os.kill(running.pid, signal.SIGINT)
         if took_s > JOB_S:
@@ -152,7 +158,8 @@ def look_after(running: Running) -> bool:
         running.brought[running.pipes[pipe]] += piece
         if not piece:
             os.close(pipe)
-            del running.pipes[pipe]
+            if running.pipes.pop(pipe) == "ready":
+                running.ready_s = time.monotonic()
     # What it left behind may hold its streams; that is no reason to wait for ever.
     return running.ended_s is None or (bool(ready) and bool(running.pipes))
 
@@ -172,8 +179,13 @@ def told(running: Running) -> dict[str, Any]:
 def main() -> None:
     """Ends in each fork as the command line does."""
     jobs = [Job(**each) for each in json.load(sys.stdin)]
-    from stateroom.daemon import cli, commands  # noqa: F401  (imported once, for all)
+    # Imported once for all, what a command brings in by itself among it.
+    import stateroom.daemon.demo.run
+    import stateroom.daemon.serve
+    import stateroom.deploy.systemd  # noqa: F401
+    from stateroom.daemon import cli, commands  # noqa: F401
 
+    gc.freeze()  # else each fork copies everything in its first collection
     waiting, at_work, done = list(enumerate(jobs)), {}, {}
     while waiting or at_work:
         while waiting and len(at_work) < AT_ONCE:
