@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from stateroom.client.async_room import AsyncRoom
 from stateroom.client.asynchronous import connect_async
-from stateroom.client.errors import Invalid, UnknownOperation
+from stateroom.client.errors import ClientError, Invalid, UnknownOperation
 from stateroom.client.protocol import (
     Close,
     CloseResult,
@@ -72,6 +72,10 @@ class Pace:
         self.busy_s = busy_s if first else self.busy_s + LATEST_PART * (busy_s - self.busy_s)
         self.last_s, self.every_s = now_s, max(self.interval_s, self.busy_s / BUSY_PART)
 
+    def hurry(self) -> None:
+        """The next one is due at once."""
+        self.every_s = 0.0
+
 
 class DaemonSource:
     """A connection, made anew whenever it was lost. `interval_s`: the least time between looks."""
@@ -92,6 +96,7 @@ class DaemonSource:
     async def look(self) -> Snapshot:
         room = self._room
         try:
+            await room  # connected: making a connection is no time of the daemon's
             requests, busy_s = await self._timed(room.call(Requests(everyone=True), RequestsResult))
             stats, more_s = await self._timed(room.stats())
             if self._lists.due(self._clock()):
@@ -104,6 +109,9 @@ class DaemonSource:
                 f"The daemon, of version {clean(room.server.version)}, is too old for this command; restart "
                 "it with the version that is installed.",
             ) from error
+        except ClientError:
+            self._lists.hurry()  # it may be another daemon when it is back
+            raise
         now_s = self._clock()
         self._figures.took(now_s, busy_s + more_s)
         return Snapshot(
@@ -126,7 +134,9 @@ class DaemonSource:
 
     async def act(self, act: Act, session: SessionInfo) -> str:
         async with connect_async(self._endpoint, app=self._as_client(session.owner)) as room:
-            return await _done(room, act, session)
+            told = await _done(room, act, session)
+        self._lists.hurry()  # who pressed the key wants to see what came of it
+        return told
 
     def _as_client(self, owner: str) -> str:
         """What a client is to call itself to be this owner. With a key all stand below the key's name."""
