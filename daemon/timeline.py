@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 
 from stateroom.client.protocol import RequestInfo, Span, TraceResult
 
@@ -133,10 +134,9 @@ def _figure(told: object) -> str:
 
 def bar(spans: Sequence[Interval], total_ms: float, columns: int = BAR) -> str:
     """Columns of a request's time, each as full as its part of it is covered."""
-    if total_ms <= 0:
+    each, drawn = total_ms / columns, ""
+    if each <= 0:
         return " " * columns
-    each = total_ms / columns
-    drawn = ""
     for column in range(columns):
         start, end = column * each, (column + 1) * each
         covered = sum(max(min(end, to) - max(start, of), 0.0) for of, to in spans) / each
@@ -170,11 +170,15 @@ def moments(trace: TraceResult) -> str:
     return "; ".join(told)
 
 
+def _head(trace: TraceResult) -> list[str]:
+    return [*wrap(title(trace.request), WIDTH, subsequent_indent="  "), ""]
+
+
 def drawn(trace: TraceResult) -> list[str]:
     """The lines of a whole trace: a row for each name."""
     total_ms = duration_ms(trace)
     scale = f"0{total_ms:>{BAR - 1},.0f}"
-    lines = [title(trace.request), "", f"{'':{NAME}} {scale} {'ms':>9} {'%':>4}"]
+    lines = [*_head(trace), f"{'':{NAME}} {scale} {'ms':>9} {'%':>4}"]
     for row in rows(trace):
         part = 100.0 * row.ms / total_ms if total_ms else 0.0
         line = f"{row.name:{NAME}} {bar(row.spans, total_ms)} {row.ms:>9,.1f} {part:>4.0f}  {row.told}"
@@ -184,7 +188,7 @@ def drawn(trace: TraceResult) -> list[str]:
 
 def listed(trace: TraceResult) -> list[str]:
     """The lines of a trace, one for each span."""
-    lines = [title(trace.request), "", f"{'AT MS':>10} {'TOOK MS':>10}  WHAT"]
+    lines = [*_head(trace), f"{'AT MS':>10} {'TOOK MS':>10}  WHAT"]
     for span in trace.spans:
         took = f"{span.ms:,.1f}" if span.ms else ""
         told = details(span)
@@ -193,14 +197,6 @@ def listed(trace: TraceResult) -> list[str]:
 
 
 def _below(trace: TraceResult) -> list[str]:
-    lines = []
-    if said := moments(trace):
-        lines += ["", said]
-    if trace.dropped:
-        lines += [
-            "",
-            f"{trace.dropped:,} spans or more aren't told: there were too many, or they are forgotten.",
-        ]
-    if trace.missing is not None:
-        lines += ["", trace.missing]
-    return lines
+    dropped = f"{trace.dropped:,} spans or more aren't told: there were too many, or they are forgotten."
+    said = [moments(trace), dropped if trace.dropped else "", trace.missing or ""]
+    return [line for text in said if text for line in ("", *wrap(text, WIDTH))]

@@ -79,7 +79,7 @@ SUPERSEDED = ("decode", "prefill", "sync")  # what a newer `sync` ends instead o
 CUT_SHORT = ("decode", "prefill", "sync", "trim", "score")  # whose result tells how far they got
 HELD_ENDS = ("decode", "prefill", "sync")  # what a cancel ends at once while no engine has it
 SHORT = (
-    "fork", "publish", "unpublish", "tokens", "close", "adopt", "export", "import",
+    "fork", "publish", "unpublish", "tokens", "close", "adopt", "export", "import", "trace",
 )  # fmt: skip  # over before a cancel could arrive
 RIDS_LOGGED = 64  # in one entry
 PARENTS_MAX = 16  # of a session's ancestors, how many it names

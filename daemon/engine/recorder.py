@@ -189,6 +189,7 @@ class Recorder:
             if event.name is TAKEN and event.rids[0] == rid:
                 begun = True
                 break
+        events.reverse()
         own = [event.mark(rid) for event in events if rid in event.rids]
         waits = self._waits.get(rid)
         if waits is not None:

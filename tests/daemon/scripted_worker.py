@@ -428,6 +428,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     for name in ("--endpoint", "--model", "--model-id", "--state", "--kv-budget", "--log", "--log-level"):
         parser.add_argument(name)
+    parser.add_argument("--no-record", action="store_true")
     arguments = parser.parse_args()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     script = dict(pair.partition("=")[::2] for pair in arguments.model.split(",") if pair)

@@ -21,6 +21,7 @@ from stateroom.client.protocol import (
     Sync,
 )
 from stateroom.daemon.catalog import Catalog
+from stateroom.daemon.recorder import Record
 from stateroom.daemon.recovery import (
     AGAIN,
     CLEARED_TOKENS,
@@ -35,7 +36,6 @@ from stateroom.daemon.recovery import (
     order,
     seeded,
 )
-from stateroom.daemon.recorder import Record
 from stateroom.daemon.session import Session
 from stateroom.daemon.tickets import Ticket
 
