@@ -24,15 +24,17 @@ from stateroom.daemon.commands.generate import generate
 from stateroom.daemon.commands.keys import app as keys
 from stateroom.daemon.commands.logs import logs
 from stateroom.daemon.commands.model import app as model
-from stateroom.daemon.commands.ps import ps, stats
-from stateroom.daemon.commands.serve import serve
+from stateroom.daemon.commands.ps import ps
+from stateroom.daemon.commands.serve import ServeCommand, serve
 from stateroom.daemon.commands.service import app as service
 from stateroom.daemon.commands.sessions import close, park, verify
 from stateroom.daemon.commands.snapshots import export, forget, import_, restore, save, snapshots
+from stateroom.daemon.commands.stats import stats
 from stateroom.daemon.commands.stop import stop
 from stateroom.daemon.commands.top import top
 from stateroom.daemon.commands.trace import trace
 from stateroom.daemon.commands.version import version
+from stateroom.daemon.commands.watch import watch
 from stateroom.daemon.exits import (
     CONFIG,
     FAILED,
@@ -60,13 +62,13 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Talk": (generate, chat),
     "Sessions": (ps, close, park, verify),
     "Snapshots": (save, restore, snapshots, forget, export, import_),
-    "Look": (top, trace, stats, logs, doctor, bench, version),
+    "Look": (top, watch, trace, stats, logs, doctor, bench, version),
 }
 GROUPS = {"Set up": {"model": model, "config": config, "service": service, "keys": keys}}
 for panel, commands in COMMANDS.items():
     for command in commands:
-        own = {"auto_envvar_prefix": NAME.upper()} if command is serve else None
-        app.command(command.__name__.rstrip("_"), rich_help_panel=panel, context_settings=own)(command)
+        kind = ServeCommand if command is serve else None
+        app.command(command.__name__.rstrip("_"), cls=kind, rich_help_panel=panel)(command)
 for panel, groups in GROUPS.items():
     for name, group in groups.items():
         app.add_typer(group, name=name, rich_help_panel=panel)

@@ -19,7 +19,7 @@ from stateroom.daemon import settings
 from stateroom.daemon.commands.options import AsJson
 from stateroom.daemon.commands.terminal import err, out, plain
 from stateroom.daemon.exits import CONFIG, FAILED, Leave
-from stateroom.daemon.settings.known import COMMANDS, HOME, PREFIX
+from stateroom.daemon.settings.known import COMMANDS, HOME, variable_of
 from stateroom.daemon.settings.template import template
 
 app = typer.Typer(help="Write, check and explain the configuration file.", no_args_is_help=True)
@@ -131,7 +131,7 @@ def _held(context: typer.Context, found: settings.Settings, parameter: str, defa
     if source is not None and source.name == "COMMANDLINE":
         return Held(name, value, "option", f"--{name}", shown)
     if source is not None and source.name == "ENVIRONMENT":
-        return Held(name, value, "environment", f"{PREFIX}{parameter.upper()}", shown)
+        return Held(name, value, "environment", variable_of(parameter), shown)
     if parameter in found.values:
         return Held(name, value, "file", found.where(parameter), shown)
     return Held(name, value, "default", "default", default_words)

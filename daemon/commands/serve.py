@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import typer
+from typer.core import TyperCommand
 
 from stateroom.client.errors import BadEndpoint
 from stateroom.client.limits import BATCH_MAX
@@ -21,6 +23,7 @@ from stateroom.daemon.keys import KEYS_NAME, Keys, over_network
 from stateroom.daemon.log_file import LogFormat, log_path
 from stateroom.daemon.models import models_dir
 from stateroom.daemon.readable import readable_specs
+from stateroom.daemon.settings.known import PREFIX, variable_of
 
 MIN_VERIFY_HOURS = 0.01
 
@@ -47,20 +50,38 @@ def configure(context: typer.Context, home: Path | None) -> Path | None:
     return home
 
 
-def checked_size(text: str | None) -> str | None:
-    if text:
-        parse_bytes(text)
-    return text
+class ServeCommand(TyperCommand):
+    """`serve` to click: it has a variable for each option, and one that can't be is named."""
+
+    def make_context(self, *arguments: Any, **extra: Any) -> Any:
+        try:
+            return super().make_context(*arguments, **extra, auto_envvar_prefix=PREFIX.removesuffix("_"))
+        except typer.BadParameter as error:
+            if error.ctx is None or error.param is None or not _of_the_environment(error.ctx, error.param):
+                raise
+            raise Leave(CONFIG, f"${variable_of(error.param.name)} can't be that: {error.message}") from None
 
 
-def checked_weights(given: list[str] | None) -> list[str] | None:
-    parse_weights(given or [])
-    return given
+def _of_the_environment(context: Any, parameter: Any) -> bool:
+    source = context.get_parameter_source(parameter.name)
+    return source is not None and source.name == "ENVIRONMENT"
 
 
-def checked_quotas(given: list[str] | None) -> list[str] | None:
-    parse_quotas(given or [])
-    return given
+def checked(parse: Callable[[Any], object]) -> Callable[..., Any]:
+    """For an option whose text `parse` can read, or says why not; who wrote it is told, too."""
+
+    def check(context: typer.Context, parameter: typer.CallbackParam, given: Any) -> Any:
+        try:
+            if given:
+                parse(given)
+        except Leave as refused:
+            where = parameter.opts[0]
+            if _of_the_environment(context, parameter):
+                where = f"${variable_of(parameter.name)}"
+            raise Leave(refused.code, f"{where} can't be that: {refused.message}") from None
+        return given
+
+    return check
 
 
 def serve(
@@ -147,7 +168,7 @@ def serve(
             help="The most KV that all sessions may have in memory together, like 8GiB. Idle ones move to "
             "disk before it is passed.",
             show_default="three quarters of the memory, less weights and 1 GiB",
-            callback=checked_size,
+            callback=checked(parse_bytes),
             rich_help_panel=MEMORY,
         ),
     ] = None,
@@ -162,7 +183,7 @@ def serve(
             help="The most that the snapshots of one model may take. What the daemon keeps by itself goes "
             "first, the oldest before others; what was saved by name stays.",
             show_default="32GiB",
-            callback=checked_size,
+            callback=checked(parse_bytes),
             rich_help_panel=MEMORY,
         ),
     ] = None,
@@ -172,7 +193,7 @@ def serve(
             metavar="SIZE",
             help="What snapshots leave free on their disk.",
             show_default="4GiB, on a small disk a twentieth",
-            callback=checked_size,
+            callback=checked(parse_bytes),
             rich_help_panel=MEMORY,
         ),
     ] = None,
@@ -183,7 +204,7 @@ def serve(
             help="This app gets N times what others get of a device while all of them wait. May be given "
             "several times.",
             show_default="1 each",
-            callback=checked_weights,
+            callback=checked(parse_weights),
             rich_help_panel=SHARING,
         ),
     ] = None,
@@ -195,7 +216,7 @@ def serve(
             "sessions, bytes (of KV), disk and requests. APP `default` stands for all without a quota of "
             "their own. May be given several times.",
             show_default="half of the daemon's sessions and requests",
-            callback=checked_quotas,
+            callback=checked(parse_quotas),
             rich_help_panel=SHARING,
         ),
     ] = None,

@@ -41,7 +41,7 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        return PREFIX + self.parameter.upper()
+        return variable_of(self.parameter)
 
     @property
     def default_words(self) -> str:
@@ -65,6 +65,11 @@ class Setting:
     @property
     def is_size(self) -> bool:
         return self.option.metavar == "SIZE"
+
+
+def variable_of(parameter: str) -> str:
+    """As click makes it."""
+    return PREFIX + parameter.upper()
 
 
 @cache

@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from stateroom.client.errors import BadConfig
 from stateroom.daemon import commands, settings
 from stateroom.daemon.config import parse_quotas, parse_weights
+from stateroom.daemon.exits import CONFIG, Leave
 from stateroom.daemon.settings.known import OTHER_VARIABLES
 from stateroom.daemon.settings.lines import lines_of
 from stateroom.daemon.settings.template import template
@@ -315,7 +316,13 @@ def test_check_tells_all_problems_and_notes_strange_variables(file: Path) -> Non
     assert done.exit_code == 0
     assert done.stdout == f"{file} is well.\n"
     assert done.stderr == "Note: $STATEROOM_KV_BUGDET is no setting; did you mean STATEROOM_KV_BUDGET?\n"
-    assert config("check", STATEROOM_ROWS_MAX="0").exit_code == 2
+    wrong = {"STATEROOM_ROWS_MAX": "0", "STATEROOM_KV_BUDGET": "much", "STATEROOM_QUOTA": "editor=4"}
+    for variable, value in wrong.items():
+        done = config("check", **{variable: value})
+        assert isinstance(done.exception, Leave)
+        assert done.exception.code == CONFIG
+        assert done.exception.message.startswith(f"${variable} can't be that: ")
+    assert CliRunner().invoke(commands.app, ["serve", "--rows-max", "0"]).exit_code == 2
 
 
 @pytest.mark.parametrize("text", ["rows = 1\n", "rows-max\n"])
