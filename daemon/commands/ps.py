@@ -1,4 +1,4 @@
-"""`stateroom ps` and `stateroom stats`: what the daemon holds, and what it has done."""
+"""`stateroom ps`: the sessions that the daemon holds."""
 
 from __future__ import annotations
 
@@ -79,38 +79,3 @@ def stored_as(session: SessionInfo) -> str:
     """The scheme of its keys and values."""
     schemes = {kind.scheme for kind in session.kinds}
     return "+".join(sorted(schemes - {"dense"} or schemes))
-
-
-def stats(as_json: AsJson = False, endpoint: Endpoint = None) -> None:
-    """Show counters since the start, gauges of now, and the models."""
-    with connect(endpoint, app=COMMANDS_APP) as room:
-        result = room.stats()
-    if as_json:
-        out.print_json(json.dumps(asdict(result)))
-        return
-    made = Table(box=None, pad_edge=False, show_header=False)
-    made.add_column(justify="left")
-    made.add_column(justify="right")
-    for name, count in sorted(result.counters.items()):
-        made.add_row(name, f"{count:,}")
-    for name, gauge in sorted(result.gauges.items()):
-        made.add_row(name, figure(name, gauge))
-    out.print(made)
-    for model in result.models:
-        out.print(f"\n[bold]{escape(model['id'])}[/bold] is {model['state']}")
-        told = {**model, **model.get("facts", {}), **model.get("gauges", {})}
-        parts = (
-            f"{name} {figure(name, value)}" for name, value in told.items() if name not in ("id", "state")
-        )
-        out.print(", ".join(part for part in parts if not part.endswith(" ")), markup=False)
-
-
-def figure(name: str, value: object) -> str:
-    """A fact or a gauge as people read it; nothing for what is none."""
-    if isinstance(value, str | bool) or name == "pid":
-        return str(value)
-    if not isinstance(value, int | float):
-        return ""
-    if name.endswith("_bytes"):
-        return size(value)
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.6g}"

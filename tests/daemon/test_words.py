@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stateroom.client.protocol import KindCaps, SessionInfo, SnapshotInfo, VerifyResult
+from stateroom.client.protocol import Event, KindCaps, SessionInfo, SnapshotInfo, StatsResult, VerifyResult
 from stateroom.daemon.commands import in_words
-from stateroom.daemon.commands.ps import figure, state, stored_as
+from stateroom.daemon.commands.ps import state, stored_as
 from stateroom.daemon.commands.sessions import verdict
 from stateroom.daemon.commands.snapshots import table
+from stateroom.daemon.commands.stats import GROUPS, figure, grouped
 from stateroom.daemon.commands.terminal import plain
+from stateroom.daemon.commands.watch import WORDS, in_json
+from stateroom.daemon.commands.watch import in_words as event_in_words
 from stateroom.daemon.doctor.running import journal, kv
+from stateroom.daemon.families import GAUGES
+from stateroom.daemon.metrics import NAMES, REASONS
 
 
 @pytest.mark.parametrize(
@@ -97,7 +106,12 @@ def test_what_the_system_says_of_a_file() -> None:
         ("kv_bytes", 23_592_960, "22.5 MiB"),
         ("parameters", 134_515_008, "134,515,008"),
         ("pid", 32067, "32067"),
-        ("step_ms", 106.609, "106.609"),
+        ("step_ms", 106.609, "107 ms"),
+        ("device_ms.an app", 12_345.6, "12.35 s"),
+        ("uptime_s", 7260, "2 h"),
+        ("journal_lag_s", 0.25, "0.25 s"),
+        ("bytes_sent", 2048, "2.0 KiB"),
+        ("bytes_per_token", 256.0, "256"),
         ("blas_switched", True, "True"),
         ("failure", None, ""),
         ("gauges", {}, ""),
@@ -105,3 +119,79 @@ def test_what_the_system_says_of_a_file() -> None:
 )
 def test_a_figure_of_stats(name: str, value: object, words: str) -> None:
     assert figure(name, value) == words
+
+
+def test_stats_are_grouped_and_none_is_left_out() -> None:
+    counters = dict.fromkeys(NAMES, 3) | {"requests.decode.ok": 2, "requests.open.busy": 1, "novel": 5}
+    gauges = dict.fromkeys((*GAUGES, "requests_open", "sessions"), 1.0) | {"novel_bytes": 2048.0}
+    made = dict(grouped(StatsResult(counters=counters, gauges=gauges, models=[])))
+    assert list(made) == [*GROUPS, "others"]
+    others = [(line.name, line.figure) for line in made["others"]]
+    assert others == [("novel", "5"), ("novel_bytes", "2.0 KiB")]
+    shown = {line.name: line for lines in made.values() for line in lines}
+    assert shown["requests"].parts == "decode.ok 2, open.busy 1"
+    assert shown["evicted"].figure == str(3 * len(REASONS))
+    assert "memory 3" in shown["evicted"].parts
+    parts = [part.split()[0] for line in shown.values() for part in line.parts.split(", ") if part]
+    names = {name for name in (*counters, *gauges) if "." not in name}
+    assert names - set(shown) - set(parts) == set()
+
+
+NOON = datetime(2026, 1, 2, 12, 0, 1, 5000)
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (
+            Event(event="session_opened", session="abcdefghijk", model="demo", details={"owner": "editor"}),
+            "session abcdefgh of editor opened, on demo",
+        ),
+        (
+            Event(event="session_moved", session="abcdefghijk", details={"tier": "disk", "reason": "memory"}),
+            "session abcdefgh is on disk: memory",
+        ),
+        (
+            Event(event="session_moved", session="abcdefghijk", details={"tier": "resident"}),
+            "session abcdefgh is on the device",
+        ),
+        (
+            Event(
+                event="engine_lost",
+                model="demo",
+                details={"reason": "it was ended by SIGKILL", "sessions": 2, "requests": 1},
+            ),
+            "engine demo is lost: it was ended by SIGKILL; 2 sessions without KV; 1 request goes on",
+        ),
+        (Event(event="engine_ready", model="demo", details={"requests": 0}), "engine demo is ready"),
+        (
+            Event(event="snapshot_saved", details={"snapshot": "kept", "length": 7, "bytes": 2048}),
+            "snapshot kept saved, 7 tokens, 2.0 KiB",
+        ),
+        (Event(event="novel", model="de\x1b[2Jmo", details={"n": 1}), "novel model=de\ufffd[2Jmo n=1"),
+        (
+            Event(event="engine_stopped", model="demo", details={"reason": "a\nb"}),
+            "engine demo has stopped: a b",
+        ),
+    ],
+)
+def test_an_event_in_a_line(event: Event, line: str) -> None:
+    assert event_in_words(event, NOON) == f"12:00:01  {line}"
+
+
+def test_every_event_of_the_protocol_has_words_and_none_needs_its_details() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+    events = page.partition("## `watch`")[2].partition("Events:")[2].partition("There may be more")[0]
+    named = set(re.findall(r"`((?:session|engine|trunk|snapshot|verify)_[a-z]+|pressure|stats)`", events))
+    assert named == WORDS.keys()
+    for name in WORDS:
+        assert "\n" not in event_in_words(Event(event=name), NOON)
+
+
+def test_an_event_in_json_is_a_line() -> None:
+    line = in_json(Event(event="engine_ready", model="demo", details={"x": "a\nb"}), NOON)
+    told = json.loads(line)
+    assert "\n" not in line
+    assert (told["event"], told["model"], told["details"]) == ("engine_ready", "demo", {"x": "a\nb"})
+    assert datetime.fromisoformat(told["time"]).timestamp() == pytest.approx(NOON.timestamp(), abs=1e-3)
+    assert "session" not in told
