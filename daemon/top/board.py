@@ -130,16 +130,13 @@ def _engine(model: dict[str, Any], rates: Rates, queue: int) -> Engine:
 
 def _tiers(snapshot: Snapshot) -> dict[str, Tier]:
     """By where KV is. What several share on the device counts once there."""
-    where: dict[str, list[SessionInfo]] = {tier: [] for tier in TIERS}
-    for session in snapshot.sessions:
-        where.setdefault(session.tier, []).append(session)
-    gauges = snapshot.stats.gauges
+    gauges, sessions = snapshot.stats.gauges, snapshot.sessions
     amounts = {
         "resident": int(gauges.get("kv_private_bytes", 0) + gauges.get("kv_shared_bytes", 0)),
-        "disk": sum(session.disk_bytes for session in where["disk"]),
-        "tokens": sum(session.length for session in where["tokens"]),
+        "disk": sum(session.disk_bytes for session in sessions if session.tier == "disk"),
+        "tokens": sum(session.length for session in sessions if session.tier == "tokens"),
     }
-    return {tier: Tier(len(where[tier]), amounts[tier]) for tier in TIERS}
+    return {tier: Tier(int(gauges.get(f"sessions_{tier}", 0)), amounts[tier]) for tier in TIERS}
 
 
 # ---------------------------------------------------------------- order and choice
