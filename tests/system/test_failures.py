@@ -76,6 +76,7 @@ ROWS = {
     "export": Row("{snapshot} {file}", asks=True, works=True),
     "import": Row("{exported} {name}", asks=True, works=True),
     "stats": Row(asks=True, works=True),
+    "watch": Row(asks=True),  # with a daemon it goes on for ever
     "logs": Row(works=True),
     "trace": Row("last", asks=True, works=True),
     "doctor": Row(tells=True, slow=True),
