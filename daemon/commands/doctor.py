@@ -12,9 +12,7 @@ from stateroom.client.errors import BadConfig, BadEndpoint
 from stateroom.daemon.commands.config import holding
 from stateroom.daemon.commands.options import AsJson
 from stateroom.daemon.commands.terminal import err, out
-from stateroom.daemon.doctor import bundle
 from stateroom.daemon.doctor.check import Check
-from stateroom.daemon.doctor.examine import examine, told
 
 MARKS = {"pass": "[green]✓[/green]", "note": "[yellow]•[/yellow]", "problem": "[red]✗[/red]"}
 NAME_WIDTH = 13
@@ -34,6 +32,9 @@ def doctor(
     ] = None,
 ) -> None:
     """Check the installation and the daemon; the exit code is 1 when something is wrong."""
+    from stateroom.daemon.doctor import bundle  # what it looks at, no other command needs
+    from stateroom.daemon.doctor.examine import examine, told
+
     if bundle_file is not None:
         bundle.check_free(bundle_file)  # said before all else
     found = []

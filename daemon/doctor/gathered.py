@@ -17,6 +17,7 @@ from stateroom.client.errors import ClientError, StateroomError
 from stateroom.client.paths import home_dir, runtime_dir
 from stateroom.client.protocol import RequestInfo, SessionInfo
 from stateroom.client.wire import to_wire
+from stateroom.daemon.doctor.places import endpoint
 from stateroom.daemon.doctor.running import HELLO_S
 from stateroom.daemon.exits import Leave
 from stateroom.daemon.keys import KEYS_NAME, Keys
@@ -75,7 +76,7 @@ def key_names() -> list[str]:
 
 def ask() -> Running:
     try:
-        with connect(app="doctor", timeout_s=HELLO_S) as room:
+        with connect(endpoint(), app="doctor", timeout_s=HELLO_S) as room:
             return told_by(room)
     except (ClientError, StateroomError) as error:
         return Running(failure=type(error).__name__)

@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from stateroom.client.errors import BadEndpoint
-from stateroom.client.paths import default_endpoint, home_dir, ipc_path, runtime_dir
+from stateroom.client.errors import BadConfig, BadEndpoint
+from stateroom.client.paths import SOCKET_NAME, default_endpoint, home_dir, ipc_path, runtime_dir
 from stateroom.daemon.commands.terminal import size
 from stateroom.daemon.config import STATE_NAME
 from stateroom.daemon.doctor.check import Check, noted, passed, problem
@@ -25,11 +25,23 @@ ELSEWHERE = "Set STATEROOM_RUNTIME_DIR to a directory of yours."
 HOME_ELSEWHERE = "Free some, or set STATEROOM_HOME to a larger disk."
 
 
+def endpoint() -> str:
+    """As clients compute it; where the configuration file can't be used, that of the daemon that runs.
+
+    Raises BadEndpoint.
+    """
+    try:
+        return default_endpoint()
+    except BadConfig:
+        holds = holder(runtime_dir() / LOCK_NAME)
+        return f"ipc://{runtime_dir() / SOCKET_NAME}" if holds is None else holds.endpoint
+
+
 def socket() -> Iterator[Check]:
     """The endpoint, what is in its place, and whose it is."""
     try:
-        endpoint, lock = default_endpoint(), runtime_dir() / LOCK_NAME
-        path = ipc_path(endpoint)
+        here, lock = endpoint(), runtime_dir() / LOCK_NAME
+        path = ipc_path(here)
         found = None if path is None else path.lstat()
     except BadEndpoint as error:
         yield problem("socket", str(error))
@@ -42,18 +54,18 @@ def socket() -> Iterator[Check]:
     holds = holder(lock)
     if found is not None and not stat.S_ISSOCK(found.st_mode):
         yield problem("socket", f"{path} is in the way and is no socket", "Move it elsewhere.")
-    elif holds is not None and holds.endpoint != endpoint:
+    elif holds is not None and holds.endpoint != here:
         yield problem(
             "socket",
-            f"{endpoint}; but the daemon here, process {holds.pid}, listens at {holds.endpoint}",
+            f"{here}; but the daemon here, process {holds.pid}, listens at {holds.endpoint}",
             f"Set STATEROOM_ENDPOINT={holds.endpoint} for its clients, or unset it for the daemon.",
         )
     elif holds is not None:
-        yield passed("socket", f"{endpoint}, of process {holds.pid} since {holds.since}")
+        yield passed("socket", f"{here}, of process {holds.pid} since {holds.since}")
     elif found is not None:
-        yield noted("socket", f"{endpoint}, left by a daemon that is gone", "The next one removes it.")
+        yield noted("socket", f"{here}, left by a daemon that is gone", "The next one removes it.")
     else:
-        yield passed("socket", endpoint)
+        yield passed("socket", here)
 
 
 def permissions() -> Iterator[Check]:

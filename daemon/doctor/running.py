@@ -11,6 +11,7 @@ from stateroom.client.paths import runtime_dir
 from stateroom.client.protocol import VerifyResult
 from stateroom.daemon.commands.sessions import verdict
 from stateroom.daemon.doctor.check import Check, noted, passed, problem
+from stateroom.daemon.doctor.places import endpoint
 from stateroom.daemon.lock import LOCK_NAME, holder
 
 FACTS = ("architecture", "device", "dtype", "blas")  # of a worker, worth a line
@@ -26,7 +27,7 @@ ANEW = "stateroom service restart (or stateroom stop; stateroom serve): sessions
 def daemon() -> Iterator[Check]:
     """Whether a daemon answers, how its engines are, and whether sessions are what their tokens give."""
     try:
-        with connect(app="doctor", timeout_s=HELLO_S) as room:
+        with connect(endpoint(), app="doctor", timeout_s=HELLO_S) as room:
             hello, stats = room.hello(), room.stats()
             verified = list(sample(room))
     except NoDaemon as error:
