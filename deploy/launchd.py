@@ -31,8 +31,9 @@ LABEL = "org.stateroom.daemon"
 SOCKETS = "Listeners"  # by this name the daemon asks for its socket: `daemon/activation.py`
 SYSTEM = Path("/Library/LaunchDaemons")
 NOT_LOADED = (3, 113)  # no such process; could not find service
-BUSY = (5, 37)  # input/output error, operation in progress: what was booted out isn't gone yet
+BUSY = (5, 36, 37)  # input/output error, in progress, already in progress: what was booted out isn't gone yet
 NO_DOMAIN = (112, 125)  # could not find domain; it does not support that: no screen
+PASSING = (*NOT_LOADED, *BUSY, *NO_DOMAIN)  # of a service that is there all the same
 GONE_S = 20.0  # for what was booted out to be gone: the daemon's own time to stop, and some
 TRIES = 5
 PAUSE_S = 0.5
@@ -197,18 +198,18 @@ class Launchd:
         self._checked(said)
 
     def _boot_out(self, domain: str) -> None:
-        """Returns once it is gone: launchd only begins to stop it."""
+        """Returns once it is gone: launchd only begins to stop it, and may first refuse to."""
         said = self._ctl("bootout", f"{domain}/{LABEL}")
-        if said.code in (*NOT_LOADED, *NO_DOMAIN):
-            return
-        if not said.ok and said.code not in BUSY:
-            self._checked(said)
         waited_s = 0.0
         while self._loaded(domain):
+            if not said.ok and said.code not in PASSING:
+                self._checked(said)
             if waited_s >= GONE_S:
                 raise ServiceError(f"launchd did not stop the service within {GONE_S:g} s; try again.")
             self._pause(PAUSE_S)
             waited_s += PAUSE_S
+            if not said.ok:
+                said = self._ctl("bootout", f"{domain}/{LABEL}")
 
     def _checked(self, said: Said) -> None:
         if not said.ok:

@@ -104,6 +104,11 @@ def kickstart(*arguments: str) -> int:
         return left_with(113, f'Could not find service "{target}"')
     if "-k" in arguments and state["pid"]:
         os.kill(state["pid"], signal.SIGKILL)
+    if not state["pid"]:
+        (agent(target) / "kick").touch()
+        until = time.monotonic() + START_S
+        while not (state_of(target) or {}).get("pid") and time.monotonic() < until:
+            time.sleep(0.02)
     return left_with(0)
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import os
 import plistlib
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +25,16 @@ from tests.tiny import write_tiny_model
 
 from stateroom.client import connect
 from stateroom.client.errors import ClientError
+from stateroom.daemon.activation import LAUNCHD_NAME
 from stateroom.daemon.config import Patience
 from stateroom.daemon.exits import CONFIG
 from stateroom.deploy.launchd import BUSY, LABEL, NO_DOMAIN, NO_SCREEN, TRIES, Launchd, plist
 from stateroom.deploy.programs import Said, run
-from stateroom.deploy.service import PATH, STOP_S, Service, ServiceError
+from stateroom.deploy.service import PATH, STOP_S, Service, ServiceError, Status, User
 
 ANSWER_S = 60.0
 UID = 501
+TRANSCRIPTS = Path(__file__).with_name("transcripts")
 FAKE = Path(__file__).parent / "fake_launchctl.py"
 KEYS = {  # of launchd.plist(5), with the type of each
     "Label": str,
@@ -130,6 +135,36 @@ def test_the_plist_is_one(service: Service) -> None:
     assert {key: type(value) for key, value in made.items()} == KEYS
     assert made["ProcessType"] != "Background"
     assert made["KeepAlive"] == {"SuccessfulExit": False}
+
+
+def test_a_plist_that_listens_starts_nothing_by_itself(service: Service) -> None:
+    """KeepAlive with SuccessfulExit would: launchd.plist(5) says that it implies RunAtLoad."""
+    made = plist(replace(service, socket=service.runtime / "s"))
+    assert plistlib.loads(plistlib.dumps(made)) == made
+    assert not {"RunAtLoad", "KeepAlive"} & set(made)
+    assert made["Sockets"] == {
+        LAUNCHD_NAME.decode(): {
+            "SockType": "stream",
+            "SockPathName": str(service.runtime / "s"),
+            "SockPathMode": 0o600,
+        }
+    }
+
+
+def test_a_service_of_the_machine_runs_as_its_user(service: Service) -> None:
+    """A LaunchDaemon: no session to be limited to, a user named, and his the socket."""
+    user = User("ann", 502, service.user_home)
+    made = plist(service, user)
+    assert {*KEYS, "UserName"} - set(made) == {"LimitLoadToSessionType"}
+    assert made["UserName"] == "ann"
+    assert made["EnvironmentVariables"]["HOME"] == str(service.user_home)
+    assert (
+        plist(replace(service, socket=service.home / "s"), user)["Sockets"]["Listeners"]["SockPathOwner"]
+        == 502
+    )
+    ((path, text),) = Launchd(folder=service.home).files(service, user).items()
+    assert path == Path(f"/Library/LaunchDaemons/{LABEL}.plist")
+    assert plistlib.loads(text.encode()) == made
 
 
 def test_nothing_is_left_to_launchd_to_find(short_folder: Path) -> None:
@@ -243,6 +278,164 @@ def test_other_codes_are_told(mac: Mac, service: Service) -> None:
     mac.fail(("bootstrap", 133))
     with pytest.raises(ServiceError, match=r"launchctl refused \(133\): bootstrap failed"):
         mac.launchd().install(service)
+
+
+# ---------------------------------------------------------------- all of it, as it was said
+
+
+def retold(mac: Mac, *folders: Path) -> list[str]:
+    """A transcript without this machine's paths, nor how often it was asked whether something is gone yet."""
+    lines: list[str] = []
+    booting_out = False
+    for line in mac.transcript:
+        for folder, name in zip(folders, ("HOME", "AGENTS"), strict=True):
+            line = line.replace(str(folder), name)
+        booting_out = line.startswith("bootout") or (booting_out and line.startswith("print"))
+        if not (booting_out and line.startswith("print") and line.endswith("-> 0")):
+            lines.append(line)
+    return lines
+
+
+def compare(name: str, told: list[str]) -> None:
+    """With what is kept; WRITE_TRANSCRIPTS=1 keeps it anew."""
+    file = TRANSCRIPTS / f"{name}.txt"
+    if os.environ.get("WRITE_TRANSCRIPTS") == "1":
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("\n".join(told) + "\n")
+    assert told == file.read_text().splitlines()
+
+
+class Story:
+    """Verbs with what launchctl was told for each."""
+
+    def __init__(self, mac: Mac, folder: Path) -> None:
+        self.mac, self.launchd, self.folder = mac, mac.launchd(), folder
+        self.told: list[str] = []
+
+    def does(self, what: str, verb: Callable[[], Any]) -> Any:
+        before = len(retold(self.mac, self.folder, self.mac.agents))
+        try:
+            result = verb()
+            said = "done" if result is None else shown(result)
+        except ServiceError as error:
+            result, said = error, f"refused: {error}"
+        lines = retold(self.mac, self.folder, self.mac.agents)[before:]
+        self.told += [f"# {what}: {said}", *lines]
+        return result
+
+
+def shown(found: Status) -> str:
+    words = [word for word in ("installed", "running", "listening") if getattr(found, word)]
+    return ", ".join(words or ["nothing"]) + (f" ({found.note})" if found.note else "")
+
+
+def test_the_whole_story(mac: Mac, service: Service, short_folder: Path) -> None:
+    """Install, look, kill, upgrade, uninstall: what launchctl is told for each."""
+    story = Story(mac, short_folder)
+    launchd = story.launchd
+    first = story.does("install", lambda: launchd.install(service)).pid
+    story.does("install again", lambda: launchd.install(service))
+    os.kill(first, signal.SIGKILL)
+    until(lambda: launchd.status().pid not in (None, first))
+    (mac.folder / "transcript").write_text("")
+    story.does("status", launchd.status)
+    newer = Sleeper(("--new",), service.home, service.runtime, service.user_home, {})
+    story.does("upgrade", lambda: launchd.install(newer))
+    story.does("uninstall", launchd.uninstall)
+    story.does("status", launchd.status)
+    compare("life", story.told)
+
+
+@pytest.mark.parametrize("code", [5, 37, 113, 125])
+def test_each_code_through_the_whole_story(mac: Mac, service: Service, short_folder: Path, code: int) -> None:
+    """launchctl fails once in each verb: done all the same, or refused in words and done when asked again."""
+    story = Story(mac, short_folder)
+    launchd = story.launchd
+    mac.fail(("bootstrap", code))
+    if isinstance(story.does("install", lambda: launchd.install(service)), ServiceError):
+        assert code == 113
+        story.does("install again", lambda: launchd.install(service))
+    first = launchd.status()
+    assert first.running
+    newer = Sleeper(("--new",), service.home, service.runtime, service.user_home, {})
+    mac.fail(("bootout", code), ("bootstrap", code))
+    if isinstance(story.does("upgrade", lambda: launchd.install(newer)), ServiceError):
+        assert code in (113, 125)  # 125: of the background's domain, where it was put before
+        story.does("upgrade again", lambda: launchd.install(newer))
+    second = launchd.status()
+    assert second.pid is not None
+    assert second.pid != first.pid
+    assert "--new" in psutil.Process(second.pid).cmdline()
+    mac.fail(("bootout", code))
+    story.does("uninstall", launchd.uninstall)
+    assert list(mac.agents.iterdir()) == []
+    assert list((mac.folder / "agents").iterdir()) == []
+    assert not psutil.pid_exists(second.pid)
+    compare(f"code-{code}", story.told)
+
+
+# ---------------------------------------------------------------- launchd listens
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """launchd's own function, for a program that it started."""
+    compiler = shutil.which("cc") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C compiler here")
+    made = tmp_path_factory.mktemp("library") / "liblaunch.so"
+    source = Path(__file__).with_name("launch_activate_socket.c")
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-xc", str(source), "-o", str(made)], check=True, timeout=60
+    )
+    return made
+
+
+@pytest.mark.system
+def test_launchd_listens_and_starts_it_for_its_first_client(
+    mac: Mac, short_folder: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B85: there and back again, by installing it anew; and nothing is left."""
+    monkeypatch.setenv("MINI_LAUNCHD_LIBRARY", str(library))
+    home = short_folder / "home"
+    plain = Service((), home, home / "run", short_folder, {})
+    path = plain.runtime / "stateroom.sock"
+    activated = replace(plain, socket=path)
+    before = set(short_folder.rglob("*"))
+
+    def answers() -> bool:
+        try:
+            with connect(endpoint=f"ipc://{path}", app="test") as room:
+                return room.hello().server == "stateroom"
+        except ClientError:
+            return False
+
+    story = Story(mac, short_folder)
+    launchd = story.launchd
+    found = story.does("install --activate", lambda: launchd.install(activated))
+    assert (found.installed, found.running, found.listening) == (True, False, True)
+    assert answers()
+    first = launchd.status().pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    until(lambda: launchd.status().pid != first)
+    assert answers()
+    (mac.folder / "transcript").write_text("")
+    story.does("stop", launchd.stop)
+    assert not path.exists()
+    assert story.does("start", launchd.start).listening
+    until(lambda: launchd.status().running)
+    assert answers()
+    (mac.folder / "transcript").write_text("")
+    assert not story.does("install", lambda: launchd.install(plain)).listening
+    until(answers)
+    (mac.folder / "transcript").write_text("")
+    assert story.does("install --activate", lambda: launchd.install(activated)).listening
+    story.does("uninstall", launchd.uninstall)
+    compare("activated", story.told)
+    assert list(mac.agents.iterdir()) == []
+    left = {path.relative_to(home).as_posix() for path in set(short_folder.rglob("*")) - before - {home}}
+    assert {name for name in left if not name.startswith(("logs", "state"))} <= {"run", "run/stateroom.lock"}
 
 
 # ---------------------------------------------------------------- the real daemon

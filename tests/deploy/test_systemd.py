@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ import pytest
 from stateroom.daemon.exits import PERMANENT
 from stateroom.deploy import systemd
 from stateroom.deploy.programs import Said
-from stateroom.deploy.service import STOP_S, Service, ServiceError, manager
-from stateroom.deploy.systemd import UNIT, Systemd, unit
+from stateroom.deploy.service import STOP_S, Service, ServiceError, User, manager
+from stateroom.deploy.systemd import SOCKET, UNIT, Systemd, socket_unit, unit
 
 
 class Systemctl:
@@ -28,10 +29,11 @@ class Systemctl:
         self.pid = 0
         self.starts = 0
         self.refuses: str | None = None
+        self.linger = "Linger=no\n"
 
     def __call__(self, command: Sequence[str]) -> Said:
         if command[0] == "loginctl":
-            return Said(0, "Linger=no\n", "")
+            return Said(0, self.linger, "")
         assert command[:2] == ["systemctl", "--user"]
         verb, *arguments = command[2:]
         self.calls.append(" ".join([verb, *arguments]))
@@ -65,20 +67,91 @@ def parsed(text: str) -> configparser.ConfigParser:
     return made
 
 
-def test_systemd_itself_takes_the_unit(service: Service, tmp_path: Path) -> None:
+@pytest.mark.parametrize("activated", [False, True])
+@pytest.mark.parametrize("user", [None, User("root", 0, Path("/root"))])
+def test_systemd_itself_takes_the_units(
+    service: Service, tmp_path: Path, activated: bool, user: User | None
+) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd-analyze here")
-    file = tmp_path / UNIT
-    file.write_text(unit(service))
+    if activated:
+        service = replace(service, socket=service.runtime / "stateroom.sock")
+    files = Systemd(folder=tmp_path).files(service, user)
+    assert {path.name for path in files} == ({UNIT, SOCKET} if activated else {UNIT})
+    for path, text in files.items():
+        (tmp_path / path.name).write_text(text)
     done = subprocess.run(
-        ["systemd-analyze", "verify", "--user", "--recursive-errors=no", str(file)],
+        [
+            "systemd-analyze",
+            "verify",
+            "--user" if user is None else "--system",
+            "--recursive-errors=no",
+            *(str(tmp_path / path.name) for path in files),
+        ],
         capture_output=True,
         text=True,
         env={"PATH": "/usr/bin:/bin", "XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path)},
         timeout=60,
     )
-    ours = [line for line in done.stderr.splitlines() if UNIT in line]
+    ours = [line for line in done.stderr.splitlines() if "stateroom" in line]
     assert (done.returncode, ours) == (0, []), done.stderr
+
+
+def test_a_unit_that_is_activated_is_started_by_its_socket_alone(service: Service) -> None:
+    activated = replace(service, socket=service.runtime / "stateroom.sock")
+    told, socket = parsed(unit(activated)), parsed(socket_unit(activated))
+    assert told["Unit"]["Requires"] == told["Unit"]["After"] == SOCKET
+    assert "Install" not in told
+    assert "--activated" in told["Service"]["ExecStart"]
+    assert f"--endpoint=ipc://{activated.socket}" in told["Service"]["ExecStart"]
+    assert socket["Socket"]["ListenStream"] == str(activated.socket)
+    assert socket["Socket"]["SocketMode"] == "0600"
+    assert socket["Install"]["WantedBy"] == "sockets.target"
+
+
+def test_a_unit_of_the_machine_runs_as_its_user(service: Service) -> None:
+    user = User("ann", 1001, Path("/home/ann"))
+    told = parsed(unit(service, user))
+    assert told["Service"]["User"] == "ann"
+    assert told["Install"]["WantedBy"] == "multi-user.target"
+    activated = replace(service, socket=service.runtime / "stateroom.sock")
+    assert parsed(socket_unit(activated, user))["Socket"]["SocketUser"] == "ann"
+    assert "User=" not in unit(service) + socket_unit(activated)
+
+
+def test_there_and_back_again(service: Service, tmp_path: Path) -> None:
+    """What systemd is told, in order; `test_systemd_lives.py` has it done where a manager can run."""
+    systemctl = Systemctl()
+    made = Systemd(systemctl, tmp_path)
+    made.install(service)
+    systemctl.calls.clear()
+    made.install(replace(service, socket=service.runtime / "stateroom.sock"))
+    assert [call for call in systemctl.calls if not call.startswith(("show", "is-active", "reset"))] == [
+        f"disable --now {UNIT}",
+        "daemon-reload",
+        "daemon-reload",
+        f"enable {SOCKET}",
+        f"stop {UNIT}",
+        f"restart {SOCKET}",
+    ]
+    systemctl.calls.clear()
+    made.install(service)
+    assert [call for call in systemctl.calls if not call.startswith(("show", "is-active", "reset"))] == [
+        f"disable --now {SOCKET} {UNIT}",
+        "daemon-reload",
+        "daemon-reload",
+        f"enable {UNIT}",
+        f"restart {UNIT}",
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == [UNIT]
+
+
+@pytest.mark.parametrize(("told", "says"), [("Linger=no\n", "enable-linger"), ("Linger=yes\n", "")])
+def test_a_user_who_does_not_linger_is_told(service: Service, tmp_path: Path, told: str, says: str) -> None:
+    systemctl = Systemctl()
+    systemctl.linger = told
+    note = Systemd(systemctl, tmp_path).install(service).note
+    assert (says in note, bool(note)) == (True, bool(says))
 
 
 def test_a_broken_unit_would_be_noticed(service: Service, tmp_path: Path) -> None:
