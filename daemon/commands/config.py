@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -108,19 +108,25 @@ def _note_strange_variables() -> None:
 
 def holding(context: typer.Context, options: list[str]) -> Iterator[Held]:
     """Every setting as `serve`, and the commands, would take it: click parses them, and says whence."""
-    group = context.find_root().command
-    assert isinstance(group, TyperGroup)
-    contexts = {}
-    for name, arguments in (("serve", options), ("ps", [])):
-        command = group.get_command(context, name)
-        assert command is not None
-        contexts[name] = cast(typer.Context, command.make_context(name, list(arguments)))
+    of_serve, of_others = taken_by("serve", options, context), taken_by("ps", [], context)
     found = settings.load()
-    yield _held(contexts["serve"], found, HOME, str(home_dir()))
+    yield _held(of_serve, found, HOME, str(home_dir()))
     for setting in settings.known().values():
-        taker = contexts["ps" if setting.part == COMMANDS else "serve"]
+        taker = of_others if setting.part == COMMANDS else of_serve
         words = default_endpoint() if setting.name == "endpoint" else setting.default_words
         yield _held(taker, found, setting.parameter, words)
+
+
+def taken_by(name: str, options: Sequence[str], context: typer.Context) -> typer.Context:
+    """A command's options as it would take them, without running it.
+
+    Raises what the command would, when they can't work.
+    """
+    group = context.find_root().command
+    assert isinstance(group, TyperGroup)
+    command = group.get_command(context, name)
+    assert command is not None
+    return cast(typer.Context, command.make_context(name, list(options)))
 
 
 def _held(context: typer.Context, found: settings.Settings, parameter: str, default_words: str) -> Held:

@@ -20,6 +20,7 @@ from stateroom.client.paths import (
     ipc_path,
     runtime_dir,
 )
+from stateroom.daemon.commands.config import taken_by
 from stateroom.daemon.commands.following import last_lines
 from stateroom.daemon.commands.options import AsJson
 from stateroom.daemon.commands.terminal import err, out, plain
@@ -54,10 +55,22 @@ More = Annotated[
 
 @app.command()
 def install(
-    model: Models = None, kv_budget: KvBudget = None, activate: Activate = False, more: More = None
+    context: typer.Context,
+    model: Models = None,
+    kv_budget: KvBudget = None,
+    activate: Activate = False,
+    more: More = None,
 ) -> None:
-    """Install it, or bring it up to date, and start it. It starts by itself from then on."""
-    service = Service(arguments(model, kv_budget, more), socket=socket_path(more or []) if activate else None)
+    """Install it, or bring it up to date, and start it. It starts by itself from then on.
+
+    What it is started with may stand in the configuration file as well.
+
+    stateroom service install --model demo
+    stateroom service install --model demo -- --metrics-port 9464
+    """
+    given = arguments(model, kv_budget, more)
+    taken_by("serve", given, context)  # with the file: what can't work is refused here
+    service = Service(given, socket=socket_path(more or []) if activate else None)
     if activate:
         refuse_another_daemon(service)
     _show(_done(lambda: manager().install(service)))

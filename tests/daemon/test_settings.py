@@ -326,9 +326,12 @@ def test_check_tells_all_problems_and_notes_strange_variables(file: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ["rows = 1\n", "rows-max\n"])
-def test_a_wrong_file_stops_what_needs_it_and_nothing_else(file: Path, text: str) -> None:
+def test_a_wrong_file_stops_what_needs_it_and_nothing_else(
+    file: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")  # no service manager: nothing is installed whatever happens
     write(file, text)
-    for arguments in (["serve"], ["ps"], ["config", "show"], ["config", "check"]):
+    for arguments in (["serve"], ["ps"], ["config", "show"], ["config", "check"], ["service", "install"]):
         done = CliRunner().invoke(commands.app, arguments)
         assert str(file) in str(done.exception), arguments
     for arguments in (["version"], ["serve", "--help"], ["config", "path"], ["model", "list"]):
