@@ -75,6 +75,7 @@ ROWS = {
     "forget": Row("{snapshot}", asks=True, works=True),
     "export": Row("{snapshot} {file}", asks=True, works=True),
     "import": Row("{exported} {name}", asks=True, works=True),
+    "watch": Row(asks=True),
     "stats": Row(asks=True, works=True),
     "watch": Row(asks=True),  # with a daemon it goes on for ever
     "logs": Row(works=True),
