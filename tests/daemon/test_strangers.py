@@ -43,7 +43,9 @@ BY_SESSION: dict[str, dict[str, Any]] = {
     "requests": {},
 }
 BY_SNAPSHOT: dict[str, dict[str, Any]] = {"restore": {}, "forget": {}, "export": {}}
-WITHOUT = {"hello", "open", "list", "snapshots", "stats", "watch", "load", "unload", "import", "unpublish"}
+WITHOUT = {
+    "hello", "open", "list", "snapshots", "stats", "watch", "trace", "load", "unload", "import", "unpublish",
+}  # fmt: skip
 
 PATHS = (
     "../../etc/passwd", "/etc/passwd", "a/b", "a\\b", "~", "a\x00b", "C:x", "%2e%2e%2f", "x" * 65,

@@ -95,6 +95,7 @@ def good_arguments(op: str, session: str) -> dict[str, Any]:
         "export": {"snapshot": "x"},
         "import": {"snapshot": "y", "total": 4, "data": b"data"},
         "verify": {"session": session},
+        "trace": {"request": 1},
     }.get(op, {})
 
 
