@@ -28,6 +28,7 @@ from benchmarks.claims import (
     idle,
     journal,
     kv_quality,
+    observability,
     overhead,
     round_trip,
     single,
@@ -51,6 +52,7 @@ CLAIMS: dict[str, Callable[[Rig], list[Measurement]]] = {
     "fork": fork.run,
     "cache-step": cache_step.run,
     "overhead": overhead.run,
+    "observability": observability.run,
     "round-trip": round_trip.run,
     "kv-quality": kv_quality.run,
 }

@@ -1,0 +1,115 @@
+"""What it costs to be looked at: a daemon with all of it on and all who may look, against one with none.
+
+On: the page for Prometheus scraped each second, two `watch` with figures each second, sessions, requests and
+figures asked for each second as `top` does, each request's spans recorded, the log at `info`. Off: nobody, no
+recorder, the log at `error`. The rounds alternate, and the observers only look during theirs.
+
+Speed varies from round to round by more than a hundredth on a machine with other work; the CPU time that
+broker and worker took for a token varies much less. Both are shown.
+"""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+import psutil
+from benchmarks.measurement import Measurement, compare
+from benchmarks.observers import observers, turned
+from benchmarks.rig import DEMO, TEXT, TOY, Model, Rig
+from benchmarks.streams import draw
+
+from stateroom.client import Room
+
+STREAMS = 4
+ROUNDS = {DEMO: 12, TOY: 12}  # each of some seconds: several looks fall into it
+TOKENS = {DEMO: 48, TOY: 1200}  # drawn by each stream
+LEAST = 0.99  # of the speed
+
+
+@dataclass(frozen=True)
+class Round:
+    """Of one daemon. `cpu_ms`: of its broker and its worker, for each token that was drawn."""
+
+    tokens: list[list[int]]
+    tokens_per_s: float
+    cpu_ms: float
+
+
+def run(rig: Rig) -> list[Measurement]:
+    return [made for model in ([TOY] if rig.quick else [DEMO, TOY]) for made in _measure(rig, model)]
+
+
+def _measure(rig: Rig, model: Model) -> list[Measurement]:
+    path, tokens, port = rig.path(model), 100 if rig.quick else TOKENS[model], _free_port()
+    on: list[Round] = []
+    off: list[Round] = []
+    with ExitStack() as open_now:
+        looked_at = open_now.enter_context(rig.daemon(path, "--metrics-port", str(port)))
+        plain = open_now.enter_context(rig.daemon(path, "--no-record", "--log-level", "error"))
+        process = open_now.enter_context(observers(looked_at.endpoint, port))
+        for number in range(rig.rounds(ROUNDS[model]) + 1):
+            for observed in (number % 2 == 0, number % 2 == 1):  # who goes first changes
+                if not observed:
+                    off.append(_round(plain, tokens))
+                    continue
+                turned(process)
+                on.append(_round(looked_at, tokens))
+                seen = turned(process)
+                if not (seen.scrapes and seen.looks and seen.events):
+                    raise RuntimeError(f"the observers saw nothing: {seen}")
+    on, off = on[1:], off[1:]  # the first ones warm up
+    same = compare(
+        [drawn for each in on for drawn in each.tokens],
+        [drawn for each in off for drawn in each.tokens],
+        lambda *_: float("inf"),
+    )
+    claim = f"{STREAMS} streams, looked at in every way, {model.name}"
+    # Of a toy, whose tokens cost next to nothing, it is the worst case.
+    goal = LEAST if model == DEMO else None
+    return [
+        Measurement(
+            claim=claim,
+            unit="tokens/s",
+            ours=tuple(each.tokens_per_s for each in on),
+            peer=tuple(each.tokens_per_s for each in off),
+            peer_name="nobody looks, nothing is recorded",
+            least_ratio=goal,
+            tokens=same,
+        ),
+        Measurement(
+            claim=f"CPU time of broker and worker for a token of it, {model.name}",
+            unit="ms",
+            ours=tuple(each.cpu_ms for each in on),
+            peer=tuple(each.cpu_ms for each in off),
+            peer_name="nobody looks, nothing is recorded",
+            lower_is_better=True,
+            least_ratio=goal,
+            tokens=same,
+        ),
+    ]
+
+
+def _round(room: Room, tokens: int) -> Round:
+    worker = psutil.Process(room.stats().models[0]["pid"])
+    broker = worker.parent()
+    assert broker is not None
+    text = TEXT.read_text(encoding="utf-8")
+    sessions = [room.open(text=text[100 * i : 100 * i + 200]) for i in range(STREAMS)]
+    before = _cpu_s(broker) + _cpu_s(worker)
+    drawn = draw(sessions, tokens)
+    took_s = _cpu_s(broker) + _cpu_s(worker) - before
+    for session in sessions:
+        session.close()
+    return Round(drawn.tokens, drawn.tokens_per_s, 1000 * took_s / (STREAMS * tokens))
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    return sum(process.cpu_times()[:2])
+
+
+def _free_port() -> int:
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
