@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Annotated, Any, cast
 
 import typer
@@ -76,13 +77,14 @@ def path() -> None:
 def init() -> None:
     """Write a file with every setting, its default and its help, all of it as comments."""
     file = settings.config_path()
-    try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        raise Leave(FAILED, f"{file} is there already; it was left as it is.") from None
-    with open(descriptor, "w") as stream:
-        stream.write(template())
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.") as whole:  # 0600
+        whole.write(template())
+        whole.flush()
+        try:
+            os.link(whole.name, file)  # never half a file, and never in the place of another
+        except FileExistsError:
+            raise Leave(FAILED, f"{file} is there already; it was left as it is.") from None
     out.print(f"Written: {file}", markup=False, soft_wrap=True)
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import typer
@@ -72,3 +77,66 @@ def test_commands_are_grouped() -> None:
     text = help_of()
     for panel in (*commands.COMMANDS, *commands.GROUPS):
         assert f"╭─ {panel} ─" in text
+
+
+# ---------------------------------------------------------------- completion
+
+
+def completed(**asked: str) -> str:
+    return CliRunner().invoke(commands.app, prog_name="stateroom", env=asked).stdout
+
+
+def test_each_shell_is_offered_commands_options_and_choices() -> None:
+    for line, offered in (
+        ("stateroom ser", {"serve", "service"}),
+        ("stateroom config ch", {"check"}),
+        ("stateroom serve --kv", {"--kv-budget"}),
+        ("stateroom serve --log-level w", {"warning"}),
+    ):
+        words = line.split()
+        bash = completed(_STATEROOM_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(len(words) - 1))
+        assert set(bash.split()) == offered
+        zsh = completed(_STATEROOM_COMPLETE="complete_zsh", _TYPER_COMPLETE_ARGS=line)
+        fish = completed(
+            _STATEROOM_COMPLETE="complete_fish",
+            _TYPER_COMPLETE_ARGS=line,
+            _TYPER_COMPLETE_FISH_ACTION="get-args",
+        )
+        for each in offered:
+            assert f'"{each}"' in zsh
+            assert each in fish
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_gets_a_script(shell: str) -> None:
+    assert "_STATEROOM_COMPLETE=complete_" in completed(_STATEROOM_COMPLETE=f"source_{shell}")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")
+def test_bash_itself_completes() -> None:
+    asks = """
+        eval "$(_STATEROOM_COMPLETE=source_bash stateroom)"
+        COMP_WORDS=(stateroom model rem); COMP_CWORD=2
+        _stateroom_completion stateroom
+        echo "${COMPREPLY[@]}"
+    """
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "--norc", "-c", asks],
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "remove\n", done.stderr
+
+
+def test_installed_models_are_offered(tmp_path: Path) -> None:
+    for name in ("demo", "mine", ".unfinished-x"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+    home = {"STATEROOM_HOME": str(tmp_path), "_STATEROOM_COMPLETE": "complete_bash"}
+    for line in ("stateroom serve --model ", "stateroom model remove "):
+        assert completed(COMP_WORDS=line, COMP_CWORD=str(len(line.split())), **home).split() == [
+            "demo",
+            "mine",
+        ]
