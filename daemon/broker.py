@@ -43,6 +43,7 @@ from stateroom.daemon.traces import Traces
 from stateroom.daemon.unloading import Unloading
 from stateroom.daemon.usage import usage
 from stateroom.daemon.view import View
+from stateroom.daemon.wakefulness import Wakefulness
 from stateroom.daemon.watchers import Watchers
 from stateroom.daemon.work import Work
 
@@ -106,6 +107,10 @@ class Broker:
             self.tickets, clock, lambda owner: self.view.stats(owner), self._watch_alarm.ring_in
         )
         self.unloading = Unloading(self.supervisor, self.tickets, clock, log, config.unload_after_s)
+        patience = config.patience
+        self.wakefulness = Wakefulness(
+            config.keep_awake, patience.awake_after_s, patience.awake_until_s, clock, log
+        )
         self.archive = Archive(
             self.catalog, self.watchers.publish, self._discard, keeps=config.state_dir is not None
         )
@@ -223,6 +228,7 @@ class Broker:
         await _until(lambda: not self.peers.waiting, FLUSH_LAST_S)
         for alarm in (self._tick_alarm, self._flush_alarm, self._watch_alarm, self._trace_alarm):
             alarm.stop()
+        self.wakefulness.let_go()
         if self._page is not None:
             # Its thread may be waiting for this loop.
             await asyncio.to_thread(self._page.close)
@@ -245,6 +251,8 @@ class Broker:
         self.memory.tick()
         self.supervisor.tick()
         self.unloading.tick()
+        # Those that need an engine: a client that watches doesn't.
+        self.wakefulness.look(any(ticket.model is not None for ticket in self.tickets))
         if self.desk.admitting:
             self.work.look_round()
 

@@ -35,6 +35,8 @@ class Patience:
     restart_first_s: float = 0.25  # pause before the first restart, doubled with each
     restart_most_s: float = 30.0
     stable_s: float = 60.0  # a worker that was ready for so long starts with the first pause again
+    awake_after_s: float = 3.0  # requests that have run for so long keep a Mac awake
+    awake_until_s: float = 5.0  # until none has for so long
     hold_s: float = 5.0  # requests wait for a restart that is no further away than this
     # At the daemon's end, all of it within 4.5 s: launchd may kill it 5 s after it has asked.
     finals_s: float = 1.0  # for running requests to end as cancelled
@@ -76,6 +78,7 @@ class Config:
     record: bool = True  # what happens to each request, for `trace`
     disk_bytes_max: int | None = None  # of one model's snapshots; None: see `caches/snapshots/limits.py`
     disk_free_bytes: int | None = None  # what they leave free
+    keep_awake: tuple[str, ...] | None = None  # the program that keeps the machine awake; None: none does
     metrics_port: int | None = None  # of the page for Prometheus, on loopback
     log_file: Path | None = None  # beside what goes to stderr
     worker_command: tuple[str, ...] = WORKER_COMMAND

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 from stateroom.client.errors import BadEndpoint
 from stateroom.client.limits import BATCH_MAX
@@ -24,14 +24,15 @@ from stateroom.daemon.log_file import LogFormat, log_path
 from stateroom.daemon.models import models_dir
 from stateroom.daemon.readable import readable_specs
 from stateroom.daemon.settings.known import PREFIX, variable_of
+from stateroom.daemon.wakefulness import keeper_of
 
 MIN_VERIFY_HOURS = 0.01
 
 UNLOAD_AFTER_S = 3_600.0
 LogLevel = Literal["debug", "info", "warning", "error"]
 # The panels of `serve --help`, and the parts of a configuration file.
-MODELS, WHERE, MEMORY, SHARING, LOOK, LOG = (
-    "Models", "Where", "Memory and disk", "Sharing a device", "Looking at it", "Log",
+MODELS, WHERE, MEMORY, SHARING, POWER, LOOK, LOG = (
+    "Models", "Where", "Memory and disk", "Sharing a device", "Sleep", "Looking at it", "Log",
 )  # fmt: skip
 
 
@@ -52,6 +53,12 @@ def configure(context: typer.Context, home: Path | None) -> Path | None:
 
 class ServeCommand(TyperCommand):
     """`serve` to click: it has a variable for each option, and one that can't be is named."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for parameter in self.params:
+            if isinstance(parameter, TyperOption):
+                parameter.show_envvar = False  # the help says once what they are called
 
     def make_context(self, *arguments: Any, **extra: Any) -> Any:
         try:
@@ -240,6 +247,10 @@ def serve(
             rich_help_panel=SHARING,
         ),
     ] = BATCH_MAX,
+    keep_awake: Annotated[
+        bool,
+        typer.Option(help="Keep a Mac from going to sleep while requests run.", rich_help_panel=POWER),
+    ] = True,
     verify_every: Annotated[
         float | None,
         typer.Option(
@@ -339,6 +350,7 @@ def serve(
         log_format=log,
         log_level=log_level,
         log_content=log_content,
+        keep_awake=keeper_of() if keep_awake else None,
         record=record,
         log_file=log_path(home_dir()),
         metrics_port=metrics_port,
