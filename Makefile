@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench fuzz chaos lint format clean
+.PHONY: help setup demo test bench fuzz chaos pictures lint format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ fuzz: $(STAMP)  ## fuzzes decode and validate; FRAMES=1000000
 
 chaos: $(STAMP)  ## real clients while everything is killed, filled and corrupted; MINUTES=5
 	@$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(ARGS)
+
+pictures: $(STAMP)  ## what README.md and docs/ show, drawn again from the code and from real runs
+	@$(BIN)/python -m docs.pictures.draw
 
 lint: $(STAMP)  ## style, types and who imports whom
 	@$(BIN)/ruff check .

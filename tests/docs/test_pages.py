@@ -30,6 +30,10 @@ MACHINES = re.compile(
     r"(?<![\w.])/(?:root|work|home/\w+|Users/\w+|tmp/\w+)\b|https?://(?:\d+\.){3}\d+:\d+/simple"
 )
 
+FOLDERS = ("caches", "client", "daemon", "deploy", "kernels", "tests", "benchmarks", "examples", "docs")
+FILES = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
+NOT_OURS = {"config.toml", "stateroom.toml"}  # of a home
+
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -88,6 +92,13 @@ def test_commands_and_options_that_are_named_exist(page: Path) -> None:
                 if re.match(r"--?[a-z]", word):
                     option = re.split(r"[=…,.;:)\]]", word)[0]
                     assert option in known, f"{page.name}: {' '.join(words)}"
+
+
+@each_page
+def test_files_that_are_named_exist(page: Path) -> None:
+    """By their path from the root, from their package, or by the end of it."""
+    named = set(re.findall(r"`(?:stateroom/)?([\w/]+\.(?:py|sh|toml))(?:::\w+)?[`:]", page.read_text()))
+    assert {name for name in named - NOT_OURS if not any(f"/{name}" in each for each in FILES)} == set()
 
 
 @each_page

@@ -33,6 +33,7 @@ SCREENS = {
         shows="> ", types="The quick brown fox\n", then_shows="in chat\r\n> ", leaves_by=CTRL_D, code=0
     ),
     "stateroom logs -f": Screen(shows="op=hello"),
+    "stateroom top": Screen(shows="sessions", leaves_by="q", code=0),
 }
 # The README's example is about an editor that has a buffer.
 BEFORE = {
