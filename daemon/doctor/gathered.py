@@ -52,10 +52,11 @@ class Running:
 def places() -> dict[str, str]:
     """Directories of the user, by what stands for them: the innermost first."""
     user = Path.home()
-    known = {str(home_dir()): "<home>", str(runtime_dir()): "<run>", str(user): "~"}
+    known = {str(user): "~"}
+    for place, stands in ((home_dir(), "<home>"), (runtime_dir(), "<run>")):
+        if not place.is_relative_to(user):
+            known[str(place)] = stands
     known |= {str(Path(place).resolve()): stands for place, stands in known.items()}
-    if str(home_dir()) == str(user / ".stateroom"):  # as usual, and more readable so
-        known = {place: stands for place, stands in known.items() if stands == "~"}
     return dict(sorted(known.items(), key=lambda each: -len(each[0])))
 
 

@@ -21,10 +21,11 @@ NAME_CHARS_MIN = 3  # of a user or a machine that is looked for in other text
 # What holds a word of the program's, from a closed set.
 WORDS = frozenset(
     {
-        "level", "op", "code", "finish", "state", "tier", "kind", "scheme", "class", "waiting", "field",
-        "device", "dtype", "blas", "architecture", "timestamp", "incident", "version", "running",
+        "level", "code", "finish", "state", "tier", "kind", "scheme", "class", "waiting", "field",
+        "device", "dtype", "blas", "architecture", "timestamp", "incident", "version",
     }
 )  # fmt: skip
+OPS = ("op", "running")  # an operation, or what a client took for one
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:+ -]{0,63}")
 KEY = re.compile(r"[a-z][a-z0-9_]{0,63}")
 EVENT = re.compile(r"[a-z_]+( [a-z_]+){0,5}")
@@ -37,6 +38,7 @@ TEXTS = frozenset(
         ("serving", "endpoint"),
     }
 )  # fmt: skip
+MODELS = ("model", "engine")  # names of models, which stay
 FRAME = re.compile(r'\s*File "([^"]+)", line (\d+)(?:,)? in ([\w.<>]+)$')
 STACK = re.compile(r"\s*(Traceback \(most.*\):|(?:Current t|T)hread 0x[0-9a-f]+ .*:|Fatal Python.*)$")
 ERROR = re.compile(r"([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit))\b")
@@ -80,7 +82,8 @@ class Redactor:
         if value is None or isinstance(value, bool | int | float):
             return value
         if isinstance(value, str):
-            return value if key in WORDS and WORD.fullmatch(value) else self.name(value)
+            ours = value in OPERATIONS if key in OPS else key in WORDS and WORD.fullmatch(value)
+            return value if ours else self.name(value)
         if isinstance(value, Mapping):
             return {self.key(str(name)): self.value(inner, str(name)) for name, inner in value.items()}
         if isinstance(value, list | tuple):
@@ -119,7 +122,9 @@ class Redactor:
                 made[key] = self.stack(value.splitlines())
             elif key == "stderr" and isinstance(value, list):
                 made[key] = self.stack([str(line) for line in value])
-            elif isinstance(value, str) and (key == "model" or (event, key) in TEXTS):
+            elif key == "models" and isinstance(value, list):
+                made[key] = [self.text(str(model)) for model in value[:LIST_MAX]]
+            elif isinstance(value, str) and (key in MODELS or (event, key) in TEXTS):
                 made[key] = self.text(value)
             else:
                 made[self.key(key)] = self.value(value, key)
@@ -130,7 +135,7 @@ class Redactor:
         made, left_out = [], 0
         for line in lines:
             if (frame := FRAME.match(line)) is not None:
-                made.append(f"{self.text(_short(frame[1]))}:{frame[2]} {frame[3]}")
+                made.append(f"{_short(frame[1])}:{frame[2]} {frame[3]}")
             elif (stack := STACK.match(line)) is not None:
                 made.append(stack[1])
             elif (error := ERROR.match(line)) is not None:
@@ -141,8 +146,9 @@ class Redactor:
 
 
 def _short(path: str) -> str:
-    """A source file below the place where packages are."""
-    return re.sub(r"^.*/(site-packages|editable|lib/python[\d.]+)/", "", path)
+    """A source file below the place where packages are; of others that there is one."""
+    found = re.fullmatch(r".*/(?:site-packages|editable|lib/python[\d.]+)/([\w./-]+\.pyx?)", path)
+    return found[1] if found else path if re.fullmatch(r"<frozen [\w.]+>", path) else "…"
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:

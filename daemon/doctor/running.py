@@ -15,7 +15,7 @@ from stateroom.daemon.doctor.places import endpoint
 from stateroom.daemon.lock import LOCK_NAME, holder
 
 FACTS = ("architecture", "device", "dtype", "blas")  # of a worker, worth a line
-HELLO_S = 3.0
+HELLO_S = 2.0
 LAG_S = 5.0  # what is to be kept is on disk within 1 s
 SAMPLE = 3  # sessions that are verified
 VERIFY_S = 60.0  # for each of them: they give way to everything else
