@@ -24,7 +24,6 @@ from stateroom.daemon.log_file import LogFormat, log_path
 from stateroom.daemon.models import models_dir
 from stateroom.daemon.readable import readable_specs
 from stateroom.daemon.settings.known import PREFIX, variable_of
-from stateroom.daemon.wakefulness import keeper_of
 
 MIN_VERIFY_HOURS = 0.01
 
@@ -316,6 +315,7 @@ def serve(
     stateroom serve --model ~/models/qwen --kv-budget 8GiB --metrics-port 9464
     """
     from stateroom.daemon.serve import serve as run
+    from stateroom.daemon.wakefulness import keeper_of
 
     try:
         where = endpoint or default_endpoint()

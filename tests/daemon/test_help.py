@@ -82,6 +82,17 @@ def test_commands_are_grouped() -> None:
 # ---------------------------------------------------------------- completion
 
 
+def test_what_is_slow_to_load_is_loaded_by_those_who_need_it() -> None:
+    """A shell that asks for completions waits for every import."""
+    loads = "import sys, stateroom.daemon.commands; print(*sys.modules, sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-c", loads], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.returncode == 0, done.stderr
+    slow = {"mlx", "numpy", "pydantic", "structlog", "textual", "prometheus_client", "jinja2", "sqlite3"}
+    assert slow & set(done.stdout.split()) == set()
+
+
 def completed(**asked: str) -> str:
     return CliRunner().invoke(commands.app, prog_name="stateroom", env=asked).stdout
 
