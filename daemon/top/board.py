@@ -108,8 +108,9 @@ def board(snapshot: Snapshot, rates: Rates, owner: str | None = None) -> Board:
 
 
 def _per_s(requests: list[RequestInfo], grew: float) -> float:
-    """A stream's own word, else by how much the session grew."""
-    return sum(each.tokens_per_s for each in requests if each.state == "running") or grew
+    """A stream's own word, unless it waits; else by how much the session grew."""
+    moving = (each for each in requests if each.state == "running" and each.waiting is None)
+    return sum(each.tokens_per_s for each in moving) or grew
 
 
 def _engine(model: dict[str, Any], rates: Rates, queue: int) -> Engine:
@@ -141,9 +142,15 @@ def _tiers(snapshot: Snapshot) -> dict[str, Tier]:
 
 # ---------------------------------------------------------------- order and choice
 
+
+def _rest(row: Row) -> int:
+    """0: it runs; 1: it waits; 2: it has nothing to do."""
+    return 2 if not row.busy else row.waiting is not None
+
+
 # Each with the order that is asked for most: what is large first, names from A on.
 SORTS: dict[str, Callable[[Row], Any]] = {
-    "activity": lambda row: (not row.busy, -row.per_s, row.session.idle_s),
+    "activity": lambda row: (_rest(row), row.session.idle_s, row.session.owner.lower(), row.title.lower()),
     "session": lambda row: row.title.lower(),
     "owner": lambda row: (row.session.owner.lower(), row.title.lower()),
     "length": lambda row: -row.session.length,

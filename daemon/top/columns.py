@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from stateroom.daemon.top.board import Row
-from stateroom.daemon.top.words import TIERS, clean, count_of, long_wait, rate, size, span
+from stateroom.daemon.top.words import TIERS, clean, count_of, fit, long_wait, rate, size, span
 
 MARK = 1  # the cell before the first column, which marks the selected row
 
@@ -22,6 +22,7 @@ class Column:
     right: bool = False
     most: int = 0
     sort: str | None = None  # the order that it shows
+    tail: int = 0  # characters of its end that stay when it is too long: names differ there
 
 
 def _idle(row: Row) -> str:
@@ -29,7 +30,7 @@ def _idle(row: Row) -> str:
 
 
 COLUMNS = (
-    Column("SESSION", 11, 0, lambda row: row.title, most=32, sort="session"),
+    Column("SESSION", 11, 0, lambda row: row.title, most=32, sort="session", tail=3),
     Column("OWNER", 9, 4, lambda row: row.session.owner, most=28, sort="owner"),
     Column("C", 1, 8, lambda row: row.session.session_class[:1]),
     Column("LEN", 6, 1, lambda row: count_of(row.session.length), right=True, sort="length"),
@@ -64,5 +65,8 @@ def columns(width: int) -> list[Column]:
     return grown
 
 
-def cells(row: Row, shown: list[Column]) -> list[str]:
-    return [clean(column.cell(row)) for column in shown]
+def cells(row: Row, shown: list[Column]) -> str:
+    """A row's line."""
+    return " ".join(
+        fit(clean(column.cell(row)), column.width, right=column.right, tail=column.tail) for column in shown
+    )

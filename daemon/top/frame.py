@@ -123,7 +123,7 @@ def _counts(board: Board, view: View, width: int) -> Line:
     )
     left = f"{sessions} sessions  {clients} clients  requests {opened} open, {queued} queued"
     pace = f"every {snapshot.every_s:.2g}s"
-    if snapshot.sessions_every_s > snapshot.every_s:  # many: reading them must not keep the daemon busy
+    if snapshot.sessions_every_s > 1.5 * snapshot.every_s:  # reading many must not keep the daemon busy
         pace += f", sessions {snapshot.sessions_every_s:.2g}s"
     return spread(width, [left], ("PAUSED", BAD) if view.paused else (pace, QUIET))
 
@@ -136,13 +136,9 @@ def table(rows: list[Row], view: View, width: int, room: int) -> list[Line]:
     made = [line(width, (" " + " ".join(_heading(column, view) for column in chosen), HEAD), fill=HEAD)]
     for row in rows[view.top : view.top + room]:
         here = row.id == view.selected
-        text = " ".join(
-            fit(cell, column.width, right=column.right)
-            for cell, column in zip(cells(row, chosen), chosen, strict=True)
-        )
         # The mark says the same as the colours, to who sees none.
-        style = HERE if here else STRONG if row.busy else PLAIN
-        made.append(line(width, ((">" if here else " ") + text, style), fill=HERE if here else PLAIN))
+        mark, style = (">", HERE) if here else (" ", STRONG if row.busy else PLAIN)
+        made.append(line(width, (mark + cells(row, chosen), style), fill=HERE if here else PLAIN))
     if not rows:
         made.append(line(width, " No session has all these words." if view.filter else " No sessions."))
     return made

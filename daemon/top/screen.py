@@ -96,6 +96,7 @@ class Top(App[int], inherit_bindings=False):
         self._rates = Rates()
         self._board: Board = self._taken(first)
         self._rows: list[Row] = []
+        self._order: tuple[Snapshot | None, str, bool, str] = (None, "", False, "")  # what the rows are by
         self._view = View()
         self._trouble: str | None = None
         self._seen_s = time.monotonic()
@@ -143,7 +144,9 @@ class Top(App[int], inherit_bindings=False):
 
     def _show(self) -> None:
         view, width, height = self._view, self.size.width, self.size.height
-        self._rows = arranged(self._board.rows, view.sort, view.reverse, view.filter)
+        order = (self._board.snapshot, view.sort, view.reverse, view.filter)
+        if order[0] is not self._order[0] or order[1:] != self._order[1:]:  # else moving the cursor took long
+            self._order, self._rows = order, arranged(self._board.rows, *order[1:])
         text = reading(self._board, view, width)
         self._view = settled(view, self._ids, self._page, len(text or ()))
         status = Status(self._trouble, time.monotonic() - self._seen_s)

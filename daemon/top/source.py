@@ -7,8 +7,9 @@ some 50 ms. So what a look keeps it busy decides how soon the next one may be.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from stateroom.client.async_room import AsyncRoom
@@ -33,7 +34,7 @@ from stateroom.daemon.top.words import clean, size
 
 APP = "top"
 BUSY_PART = 0.025  # of the time that the daemon may spend on each of the two kinds of looks: 5 % in all
-LATEST_PART = 0.25  # of the latest look in what they are taken to need: some wait for others on the way
+LOOKS_COUNTED = 4  # the quickest of the last ones is what a look needs: others had to wait on the way
 CONNECT_S = 2.0  # to find it, at first and whenever it was lost; tried again and again
 ANSWER_S = 5.0  # for the daemon to answer a look; then it is said that it doesn't
 ACT_S = 60.0  # for what a key began: a park waits for what runs, and writes to the disk
@@ -61,16 +62,15 @@ class Pace:
     interval_s: float
     every_s: float = 0.0
     last_s: float = float("-inf")
-    busy_s: float = 0.0  # at the last ones, the latest counting most
+    _busy_s: deque[float] = field(default_factory=lambda: deque(maxlen=LOOKS_COUNTED))
 
     def due(self, now_s: float) -> bool:
         # A look is due a little early rather than a whole interval late.
         return now_s - self.last_s >= self.every_s - self.interval_s / 2
 
     def took(self, now_s: float, busy_s: float) -> None:
-        first = self.last_s == float("-inf")
-        self.busy_s = busy_s if first else self.busy_s + LATEST_PART * (busy_s - self.busy_s)
-        self.last_s, self.every_s = now_s, max(self.interval_s, self.busy_s / BUSY_PART)
+        self._busy_s.append(busy_s)
+        self.last_s, self.every_s = now_s, max(self.interval_s, min(self._busy_s) / BUSY_PART)
 
     def hurry(self) -> None:
         """The next one is due at once."""

@@ -78,9 +78,12 @@ def clean(text: str) -> str:
     return text.translate(_CONTROL)
 
 
-def fit(text: str, width: int, *, right: bool = False) -> str:
-    """Text of exactly so many cells; what is too long ends in …."""
+def fit(text: str, width: int, *, right: bool = False, tail: int = 0) -> str:
+    """Text of exactly so many cells; what is too long loses what stands before its last `tail` characters."""
     width = max(width, 0)
     if cell_len(text) > width:
-        return set_cell_size(text, width - 1) + "…" if width else ""
+        end = f"…{text[-tail:] if tail else ''}"
+        if cell_len(end) > width:
+            end = "…"[:width]
+        return set_cell_size(text, width - cell_len(end)) + end
     return " " * (width - cell_len(text)) + text if right else set_cell_size(text, width)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -68,6 +67,11 @@ class Screen:
     def type(self, text: str) -> None:
         self._run("send-keys", "-l", text)
 
+    def programs(self) -> list[psutil.Process]:
+        """Those that the shell runs."""
+        shell = psutil.Process(int(self._run("display-message", "-p", "#{pane_pid}")))
+        return shell.children()
+
     def resize(self, columns: int, rows: int) -> None:
         self._run("resize-window", "-x", str(columns), "-y", str(rows))
 
@@ -100,12 +104,6 @@ def names(text: str) -> list[str]:
 def length_of(text: str, name: str) -> int:
     (row,) = (line for line in text.splitlines() if line[1:].startswith(f"{name} "))
     return int(row[1:].split()[3])
-
-
-def running_top(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return process.cmdline() == COMMAND.split()
-    return False
 
 
 class Slow:
@@ -239,8 +237,8 @@ def test_an_interrupt_leaves_at_once(screen: Screen, tiny_daemon: RunningDaemon)
         screen.type(f"clear; NO_COLOR=1 {COMMAND}; echo code=$?\n")
         screen.until(lambda text: "KV ladder" in text)
         if how == "signal":
-            (found,) = (each for each in psutil.process_iter() if running_top(each))
-            found.terminate()
+            (program,) = screen.programs()
+            program.terminate()
         else:
             screen.press(how)
         left = screen.until(lambda text: re.search(r"^code=\d+", text, re.MULTILINE))

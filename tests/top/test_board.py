@@ -37,6 +37,7 @@ def test_a_row_says_what_its_session_does() -> None:
             requests=[
                 request(1, "prefill", op="prefill", done=450, total=1_000),
                 request(2, "decode", done=0, total=0, tokens_per_s=42.5),
+                request(4, "waits", waiting="memory", tokens_per_s=7.0),
                 request(3, "decode", state="queued", tokens_per_s=9.0),
             ],
         )
@@ -147,8 +148,8 @@ def test_each_order_begins_with_what_is_asked_for(found: list[Row]) -> None:
         assert values(sort, field) == sorted(values(sort, field), reverse=True)  # type: ignore[type-var]
     assert values("owner", "owner") == sorted(values("owner", "owner"))  # type: ignore[type-var]
     assert values("session", "name") == sorted(values("session", "name"))  # type: ignore[type-var]
-    busy = [row.busy for row in arranged(found, "activity", False, "")]
-    assert busy == sorted(busy, reverse=True)
+    rest = [(not row.busy, row.waiting is not None) for row in arranged(found, "activity", False, "")]
+    assert rest == sorted(rest)
 
 
 @given(rows, st.lists(names, max_size=2))

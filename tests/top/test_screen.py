@@ -24,7 +24,7 @@ from stateroom.daemon.top.view import Act
 
 SMALL = 80, 24
 QUIET = 3_600.0  # seconds between looks of its own: a test looks when it wants to
-FIRST = snapshot(session("a", length=10), session("b", owner="agents", length=20), every_s=QUIET)
+FIRST = snapshot(session("a", length=10), session("b", owner="agents", idle_s=13.0, length=20), every_s=QUIET)
 
 Drive = Callable[[Top, Pilot[int]], Awaitable[None]]
 
@@ -145,7 +145,7 @@ def test_acts_are_done_to_the_selected_session_and_their_outcome_is_told() -> No
 
 
 def test_the_session_of_a_question_may_go_before_the_answer() -> None:
-    source = Scripted(FIRST, snapshot(session("b", owner="agents"), at_s=101.0))
+    source = Scripted(FIRST, snapshot(session("b", owner="agents", idle_s=13.0), at_s=101.0))
 
     async def through(app: Top, pilot: Pilot[int]) -> None:
         await pilot.press("x")
@@ -194,7 +194,10 @@ def test_a_line_with_wide_characters_is_sent_whole() -> None:
 def test_only_what_changed_is_drawn_again() -> None:
     """Over ssh every byte counts: one figure of one row, and not the screen."""
     later = snapshot(
-        session("a", length=11), session("b", owner="agents", length=20), at_s=101.0, every_s=QUIET
+        session("a", length=11),
+        session("b", owner="agents", idle_s=13.0, length=20),
+        at_s=101.0,
+        every_s=QUIET,
     )
 
     async def through(app: Top, pilot: Pilot[int]) -> None:

@@ -66,9 +66,14 @@ def test_a_reason_that_a_newer_daemon_knows_is_shown_as_it_is() -> None:
     assert short_wait("tide") == "waits: tide"
 
 
-@given(st.text(), st.integers(0, 40), st.booleans())
-def test_a_fitted_text_has_exactly_its_cells(text: str, width: int, right: bool) -> None:
-    assert cell_len(fit(clean(text), width, right=right)) == width
+@given(st.text(), st.integers(0, 40), st.booleans(), st.integers(0, 5))
+def test_a_fitted_text_has_exactly_its_cells(text: str, width: int, right: bool, tail: int) -> None:
+    assert cell_len(fit(clean(text), width, right=right, tail=tail)) == width
+
+
+def test_a_long_name_keeps_its_end() -> None:
+    assert fit("suggestion-12", 11, tail=3) == "suggest…-12"
+    assert fit("suggestion-12", 11) == "suggestion…"
 
 
 def test_names_cannot_drive_the_terminal() -> None:
