@@ -17,7 +17,8 @@ from stateroom.daemon.link import Recorded
 Detail = str | int | float
 
 SPANS_MAX = 128  # of one request; later ones are counted, but for its end
-PAUSE_S = 0.25  # between two replies: longer, and they are told as two spans
+SENDS_MAX = SPANS_MAX // 2  # when there are so many spans, further replies go with those before them
+PAUSE_S = 1.0  # between two replies: longer, and they are told as two spans
 MOMENTS: Mapping[RequestEvent, str] = {
     RequestEvent.CANCEL: "cancelled",
     RequestEvent.OVERFLOW: "cut",  # its client does not read
@@ -98,7 +99,7 @@ class Record:
             self._told = True
             self._add(Seen("first token", now_s, now_s, {}))
         sends = self._sends
-        if sends is not None and now_s - sends.end_s <= PAUSE_S:
+        if sends is not None and (now_s - sends.end_s <= PAUSE_S or len(self._seen) >= SENDS_MAX):
             sends.end_s = now_s
             sends.replies += 1
             sends.nbytes += nbytes

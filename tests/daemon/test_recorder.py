@@ -14,7 +14,7 @@ from stateroom.daemon.chrome import events
 from stateroom.daemon.clock import ManualClock
 from stateroom.daemon.lifecycle import RequestEvent
 from stateroom.daemon.link import Mark, Recorded
-from stateroom.daemon.recorder import PAUSE_S, SPANS_MAX, Record, timeline
+from stateroom.daemon.recorder import PAUSE_S, SENDS_MAX, SPANS_MAX, Record, timeline
 from stateroom.daemon.timeline import BAR, WIDTH, bar, drawn, listed, rows
 
 LAST = 2 * SPANS_MAX
@@ -96,14 +96,26 @@ def test_a_record_has_an_end_and_the_end_is_in_it(record: Record, clock: ManualC
     for generation in range(LAST):
         clock.advance(1)
         record.sent("toy", generation)
-        record.replied(1, tokens=False, waits=False)
         clock.advance(1)
         record.moved(RequestEvent.LOSE)
     record.ended("engine_lost")
     assert len(record.seen()) == SPANS_MAX + 1
     assert record.seen()[-1].name == "ended"
-    assert record.dropped == 3 * LAST - SPANS_MAX + 1  # and the wait that its end ended
+    assert record.dropped == 2 * LAST - SPANS_MAX + 1  # and the wait that its end ended
     assert len(record.workers) == SPANS_MAX
+
+
+def test_a_slow_stream_leaves_room_for_what_else_happens(record: Record, clock: ManualClock) -> None:
+    for _ in range(LAST):
+        record.replied(10, tokens=True, waits=False)
+        clock.advance(2 * PAUSE_S)
+    record.moved(RequestEvent.CANCEL)
+    record.ended("ok")
+    seen = record.seen()
+    assert record.dropped == 0
+    assert len(seen) <= SENDS_MAX + 4
+    assert sum(int(each.details["replies"]) for each in seen if each.name == "sends") == LAST
+    assert [each.name for each in seen][-2:] == ["cancelled", "ended"]
 
 
 def test_nothing_is_recorded_where_nobody_will_ask(clock: ManualClock) -> None:
