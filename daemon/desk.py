@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from structlog.typing import FilteringBoundLogger
@@ -113,6 +112,7 @@ class Desk:
         self._shelf, self._archive, self._carriage = shelf, archive, carriage
         self._metrics, self._log = metrics, log
         self.admitting = True
+        self._version = _version()  # at the start: an upgrade changes the files, not what runs
 
     def receive(
         self, routing_id: bytes, descriptor: int, frames: list[bytes], guest: Guest | None = None
@@ -306,7 +306,7 @@ class Desk:
         peer.client = request.client or peer.client
         body = HelloResult(
             server=SERVER,
-            version=_version(),
+            version=self._version,
             protocol=list(SUPPORTED_VERSIONS),
             app=peer.app,
             models=self._view.models(),
@@ -348,9 +348,7 @@ def _parked(session: Session) -> ParkResult:
     return ParkResult(tier=session.tier, length=session.length, bytes=session.snapshot_bytes, freed_bytes=0)
 
 
-@cache
 def _version() -> str:
-    # Read once: it lies in files, and an upgrade doesn't change what runs.
     try:
         return version("stateroom")
     except PackageNotFoundError:
