@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,14 @@ def everything() -> list[tuple[str, list[str]]]:
     return [(name, words) for name, text in texts.items() for words in typed(text)]
 
 
+@cache
+def program() -> Any:
+    return typer.main.get_command(app)
+
+
 def problem(words: list[str]) -> str | None:
     """What of a command line the program doesn't have."""
-    command: Any = typer.main.get_command(app)
+    command = program()
     behind: list[str] = []
     if "--" in words:
         at = words.index("--")
