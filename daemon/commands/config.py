@@ -93,7 +93,7 @@ def check(context: typer.Context, options: Options = None) -> None:
     """Tell all that is wrong with the file and the environment; the exit code is 64 when something is."""
     _, problems = settings.examine()
     for problem in problems[:-1]:
-        err.print(problem, markup=False, soft_wrap=True)
+        err.print(f"stateroom: {problem}", markup=False, soft_wrap=True)
     if problems:
         raise Leave(CONFIG, problems[-1])
     list(holding(context, options or []))

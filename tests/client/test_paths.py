@@ -1,6 +1,8 @@
 """Endpoint, runtime directory and home, from the environment and the configuration file."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -216,3 +218,15 @@ def test_without_a_home_there_is_no_file(environment: pytest.MonkeyPatch) -> Non
     environment.setattr(paths, "home_dir", homeless)
     environment.setenv("STATEROOM_RUNTIME_DIR", "/run/stateroom")
     assert paths.default_endpoint() == "ipc:///run/stateroom/stateroom.sock"
+
+
+def test_who_has_no_file_loads_no_reader_of_it(file: Path) -> None:
+    asks = "import sys, stateroom.client.paths as p; p.default_endpoint(); print('tomllib' in sys.modules)"
+
+    def loaded() -> str:
+        command = [sys.executable, "-c", asks]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+
+    assert loaded() == "False"
+    write(file, "rows-max = 4\n")
+    assert loaded() == "True"

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -261,6 +262,40 @@ def test_every_setting_can_come_from_each_place(file: Path) -> None:
         assert shown(**{setting.variable: text})[name] == (value, "environment", setting.variable)
 
 
+WORDS = st.sampled_from(
+    ["", "8GiB", "0", "demo", "a/b", "info", "json", "tcp://127.0.0.1:1", "ipc:///tmp/s", "x=1"]
+)
+SIMPLE = st.integers(-2, 70_000) | st.floats(-2, 200) | st.booleans() | WORDS
+LIMITS = st.dictionaries(st.sampled_from(["sessions", "bytes", "disk", "requests", "x"]), SIMPLE, max_size=2)
+APPS = st.dictionaries(
+    st.sampled_from(["editor", "default", "a=b", "a/b", "a,b:c", ""]), SIMPLE | LIMITS, max_size=2
+)
+
+
+@hypothesis.settings(max_examples=60, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(
+        st.sampled_from([*settings.known()]), SIMPLE | st.lists(WORDS, max_size=2) | APPS, max_size=3
+    )
+)
+def test_what_the_file_may_say_is_what_serve_takes(file: Path, values: dict[str, Any]) -> None:
+    """Whatever it says is either told with its line, or taken by click as it stands."""
+
+    def toml(value: Any) -> str:
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{json.dumps(name)} = {toml(each)}' for name, each in value.items())}}}"
+        return f"[{', '.join(map(toml, value))}]" if isinstance(value, list) else json.dumps(value)
+
+    write(file, "".join(f"{name} = {toml(value)}\n" for name, value in values.items()))
+    found, problems = settings.examine()
+    assert len(found.values) + len(problems) == len(values)
+    if not problems:
+        told = shown()
+        assert {name for name, (_, origin, _) in told.items() if origin == "file"} == set(values)
+        parse_weights(told["weight"][0] or [])
+        parse_quotas(told["quota"][0] or [])
+
+
 def test_an_empty_variable_is_none(file: Path) -> None:
     write(file, EVERYTHING)
     assert shown(STATEROOM_KV_BUDGET="", STATEROOM_MODEL="")["kv-budget"][1] == "file"
@@ -309,7 +344,7 @@ def test_the_template_holds_every_setting_with_help_and_default(file: Path) -> N
 def test_check_tells_all_problems_and_notes_strange_variables(file: Path) -> None:
     write(file, "rows = 1\nkeep = 1\n")
     done = config("check")
-    assert [line.split()[0] for line in done.stderr.splitlines()] == [f"{file}:1:"]
+    assert [line.split()[:2] for line in done.stderr.splitlines()] == [["stateroom:", f"{file}:1:"]]
     assert str(done.exception).startswith(f"{file}:2: keep takes")
     write(file, "rows-max = 2\n")
     done = config("check", STATEROOM_KV_BUGDET="1GiB", STATEROOM_RUNTIME_DIR="/tmp/x")
