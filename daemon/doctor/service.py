@@ -62,10 +62,11 @@ def judged(found: Status, asked: Told) -> Check:
             )
     if asked.command and not Path(asked.command[0]).exists():
         return problem("service", f"its Python, {asked.command[0]}, is gone", AGAIN)
-    if not found.running:
+    if not found.running and not found.listening:
         last = f"; its last exit: {found.last_exit}" if found.last_exit else ""
         return problem("service", f"installed, and not running{last}", f"{SEE}; then stateroom service start")
-    finding = f"process {found.pid}, {found.where}"
+    state = f"process {found.pid}" if found.running else "its first client starts it"
+    finding = f"{state}, {found.where}"
     return noted("service", finding, found.note) if found.note else passed("service", finding)
 
 

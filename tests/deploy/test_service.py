@@ -1,0 +1,132 @@
+"""`stateroom service` as it is typed, and what a service's daemon leaves in its manager's file."""
+
+from __future__ import annotations
+
+import os
+import plistlib
+import pwd
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stateroom.client import connect
+from stateroom.client.errors import ClientError
+from stateroom.daemon.exits import CONFIG, OK, RUNNING
+from stateroom.daemon.lock import LOCK_NAME, Lock
+from stateroom.daemon.serve import STDERR_BYTES_MOST
+from stateroom.deploy.service import Service
+
+ANSWER_S = 60.0
+NAME = pwd.getpwuid(os.getuid()).pw_name
+
+
+class Account:
+    """A user's home, and commands typed in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home = folder / "home"
+        self.run = self.home / "run"
+        self.run.mkdir(mode=0o700, parents=True)
+        self.env = {
+            "HOME": str(folder),
+            "PATH": "/usr/bin:/bin",
+            "STATEROOM_HOME": str(self.home),
+            "STATEROOM_RUNTIME_DIR": str(self.run),
+        }
+
+    def types(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "stateroom.daemon.cli", *words]
+        return subprocess.run(
+            command, env=self.env, capture_output=True, text=True, timeout=ANSWER_S, stdin=subprocess.DEVNULL
+        )
+
+
+@pytest.fixture
+def account(short_folder: Path) -> Account:
+    return Account(short_folder)
+
+
+def test_show_prints_what_would_be_installed_and_installs_nothing(account: Account) -> None:
+    before = sorted(account.home.rglob("*"))
+    done = account.types("service", "show", "--kv-budget", "1GiB", "--", "--rows-max", "4")
+    assert done.returncode == OK
+    assert '"serve" "--log" "json" "--kv-budget=1073741824" "--rows-max" "4"' in done.stdout
+    assert "WantedBy=default.target" in done.stdout
+    assert "stateroom.service" in done.stderr
+    assert sorted(account.home.rglob("*")) == before
+
+
+def test_show_a_service_of_the_machine(account: Account) -> None:
+    done = account.types("service", "show", "--boot", "--activate")
+    assert done.returncode == OK
+    assert f"User={NAME}" in done.stdout
+    assert f"SocketUser={NAME}" in done.stdout
+    assert f"ListenStream={account.run}/stateroom.sock" in done.stdout
+    assert "/etc/systemd/system/stateroom.socket" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("show", "--user", NAME), "--user goes with --boot"),
+        (("show", "--boot", "--user", "nobody-of-that-name"), "There is no user nobody-of-that-name"),
+        (("install", "--activate", "--", "--endpoint", "tcp://127.0.0.1:5555"), "for a local endpoint"),
+        (("install", "--activate", "--", "--endpoint=ipc://@abstract"), "for a local endpoint"),
+        (("install", "--model", "/nowhere/at/all"), "There is no model at /nowhere/at/all"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_done(
+    account: Account, words: tuple[str, ...], says: str
+) -> None:
+    before = sorted(account.home.rglob("*"))
+    done = account.types("service", *words)
+    assert (done.returncode, says in done.stderr) == (CONFIG, True), done.stderr
+    assert sorted(account.home.rglob("*")) == before
+
+
+def test_a_manager_is_not_put_before_a_daemon_that_runs(account: Account) -> None:
+    """It would take the path of its socket."""
+    lock = Lock(account.run / LOCK_NAME)
+    lock.take("ipc:///somewhere")
+    try:
+        done = account.types("service", "install", "--activate")
+    finally:
+        lock.release()
+    assert done.returncode == RUNNING
+    assert f"A daemon is running already, process {os.getpid()}" in done.stderr
+
+
+def test_what_is_activated_is_told_its_endpoint(account: Account) -> None:
+    service = Service(socket=account.run / "s")
+    assert service.command[-2:] == ["--activated", f"--endpoint=ipc://{account.run}/s"]
+    assert plistlib.dumps({"ProgramArguments": service.command})
+
+
+@pytest.mark.system
+def test_the_managers_file_stays_small(account: Account) -> None:
+    """B81: cut short in place, since the manager holds it open; and the log's lines don't go there too."""
+    file = account.home / "service.log"
+    file.write_bytes(b"x" * (STDERR_BYTES_MOST + 1))
+    with file.open("ab") as stderr:
+        daemon = subprocess.Popen(
+            [sys.executable, "-m", "stateroom.daemon.cli", "serve", "--log", "json"],
+            env=account.env | {"STATEROOM_SERVICE": "launchd"},
+            stderr=stderr,
+        )
+    try:
+        end = time.monotonic() + ANSWER_S
+        while True:
+            try:
+                with connect(endpoint=f"ipc://{account.run}/stateroom.sock", app="test") as room:
+                    room.hello()
+                break
+            except ClientError:
+                assert time.monotonic() < end
+    finally:
+        daemon.terminate()
+        daemon.wait(ANSWER_S)
+    assert file.read_text() == ""
+    assert '"event": "serving"' in (account.home / "logs" / "stateroom.log").read_text()
