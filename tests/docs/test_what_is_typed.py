@@ -43,7 +43,12 @@ edited_buffer = buffer.replace("3.14", "pi * radius ** 2")
 """
 }
 SHOWS = {
-    "python.md": (r"(stop|stop_token|length) \d+\n$", r"^\d{3} fork\n$", r"^snapshot True\nTrue\n$"),
+    "python.md": (
+        r"(stop|stop_token|length) \d+\n$",
+        r"^\d{3} fork\n$",
+        r"^snapshot True\nTrue\n$",
+        r"^decode (queued|running|ending|done) .*\n(.*\n)*my-editor tale \d+ ",
+    ),
     "quick-start.md": (r"^\d+ tokens computed\n('.*'\n){3}\d+ reused, \d+ computed\n$", r"\w"),
     "editor-plugins.md": (r"^\d+ kept, \d+ dropped, \d+ computed: .*\n$", r"^'.*'\n$"),
     "agents.md": (

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +16,8 @@ from typing import Self
 import psutil
 from tests.system.terminal import CTRL_C, Terminal
 from tests.tiny import write_tiny_model
+
+from stateroom.client import connect
 
 ROOT = Path(__file__).resolve().parents[2]
 CONSOLE = ("", "sh", "console")  # languages of blocks that are typed into a shell
@@ -118,9 +119,9 @@ class Reader:
             return terminal.shown
 
     def _wait_until_it_answers(self) -> None:
-        deadline = time.monotonic() + START_S
-        while subprocess.run(["stateroom", "ps"], env=self.env, capture_output=True).returncode != 0:
-            assert time.monotonic() < deadline, "nothing answers"
+        endpoint = f"ipc://{self.home}/.stateroom/run/stateroom.sock"
+        with connect(endpoint, app="reader", timeout_s=START_S) as room:
+            room.hello()
 
     def leaves(self) -> list[psutil.Process]:
         """What runs on though it was stopped: a daemon's last steps may take a moment."""
