@@ -35,6 +35,7 @@ class Job:
         stdout: "kept", "full" (/dev/full), or "unread" (a pipe whose reader has gone).
         interrupt_s: after so long it gets SIGINT.
         file_bytes: the most that a file may have.
+        uid: the user that it runs as.
     """
 
     arguments: list[str]
@@ -43,6 +44,7 @@ class Job:
     stdout: str = "kept"
     interrupt_s: float | None = None
     file_bytes: int | None = None
+    uid: int | None = None
     cwd: str = "/"
 
 
@@ -132,6 +134,10 @@ def start(job: Job) -> Running | None:
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
     if job.stdin is None:
         os.close(0)
+    if job.uid is not None:
+        os.setgroups([])
+        os.setgid(job.uid)
+        os.setuid(job.uid)
     sys.argv = ["stateroom", *job.arguments]
     os.close(ready)
     return None

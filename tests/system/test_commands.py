@@ -158,20 +158,6 @@ def test_models_are_listed_and_removed(tiny_daemon: RunningDaemon, tmp_path: Pat
     assert len(missing.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("generate", "hello"), ("chat",), ("ps",), ("ps", "--json"), ("stats",)],
-    ids=lambda arguments: " ".join(arguments),
-)
-def test_without_a_daemon_one_line_says_how_to_start_one(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "STATEROOM_RUNTIME_DIR": f"{tmp_path}/run"}
-    done = stateroom(env, *arguments)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert NO_DAEMON in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
 def test_doctor_without_a_daemon_is_not_a_problem(tmp_path: Path) -> None:
     env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "STATEROOM_RUNTIME_DIR": f"{tmp_path}/run"}
     done = stateroom(env, "doctor")

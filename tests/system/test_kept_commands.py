@@ -187,16 +187,3 @@ def test_a_chat_goes_on_after_a_restart_and_says_what_stays_as_it_was(
     assert stateroom(daemon.env, "restore", "kept", "--as", "branch").returncode == 0
     assert tokens_of(daemon, "branch") == tokens
     assert stateroom(daemon.env, "verify", "lasting").returncode == 0
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("close", "x"), ("park", "x"), ("verify",), ("save", "x", "y"), ("restore", "y"), ("snapshots",),
-        ("forget", "y"), ("export", "y", "file"), ("import", "file", "y"),
-    ],
-    ids=lambda arguments: arguments[0],
-)  # fmt: skip
-def test_without_a_daemon_one_line_says_how_to_start_one(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "STATEROOM_RUNTIME_DIR": f"{tmp_path}/run"}
-    assert "Start one with `stateroom serve`" in refused(stateroom(env, *arguments))
