@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 from typing import Annotated
@@ -52,7 +53,7 @@ def top(
 async def _show(source: DaemonSource, app: str | None, interval_s: float, only_once: bool) -> None:
     # Textual draws on stderr; without all three there is nobody to look at it, or to press keys.
     seen = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
-    if seen and not only_once:
+    if seen and not only_once and os.environ.get("TERM", "dumb") != "dumb":
         from stateroom.daemon.top.screen import run  # takes 0.3 s to import, which no other command needs
 
         code = await run(source, app)

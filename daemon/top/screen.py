@@ -107,10 +107,15 @@ class Top(App[int], inherit_bindings=False):
 
     def on_mount(self) -> None:
         self.query_one(Canvas).focus()
+        self.app_resume_signal.subscribe(self, self._redraw)  # after ctrl-z and fg
         loop = asyncio.get_running_loop()
         for which in SIGNALS:
             loop.add_signal_handler(which, self.exit, 128 + which)
         self.run_worker(self._look_on())
+
+    def _redraw(self, app: App[object] | None = None) -> None:
+        """All of it, whatever the terminal shows now."""
+        self.query_one(Canvas).refresh()
 
     def on_resize(self, event: events.Resize) -> None:
         self._show()
@@ -171,7 +176,7 @@ class Top(App[int], inherit_bindings=False):
         elif act is Act.INTERRUPT:
             self.exit(128 + signal.SIGINT)
         elif act is Act.REDRAW:
-            self.refresh()
+            self._redraw()
         elif act is Act.SUSPEND:
             self.action_suspend_process()
         elif act is not None:

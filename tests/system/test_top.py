@@ -27,6 +27,7 @@ COMMAND = f"{sys.executable} -m stateroom.daemon.cli top"
 SHELL = "sh-ready$ "
 FIRST_ROW = 7  # below the head and the table's headings
 SLOW_TOKENS = 16_000
+WHOLE = ("stateroom ", "ENGINE ", "KV budget [", "KV ladder device ", " every 1s", "SESSION ", "q quit ")
 
 pytestmark = [pytest.mark.system]
 in_tmux = pytest.mark.skipif(TMUX is None, reason="no tmux")
@@ -71,6 +72,9 @@ class Screen:
         """Those that the shell runs."""
         shell = psutil.Process(int(self._run("display-message", "-p", "#{pane_pid}")))
         return shell.children()
+
+    def tty(self) -> str:
+        return self._run("display-message", "-p", "#{pane_tty}").strip()
 
     def resize(self, columns: int, rows: int) -> None:
         self._run("resize-window", "-x", str(columns), "-y", str(rows))
@@ -244,6 +248,23 @@ def test_an_interrupt_leaves_at_once(screen: Screen, tiny_daemon: RunningDaemon)
         left = screen.until(lambda text: re.search(r"^code=\d+", text, re.MULTILINE))
         assert f"code={143 if how == 'signal' else 130}" in left
         assert "Traceback" not in left
+
+
+@in_tmux
+def test_it_is_whole_again_after_others_wrote_on_the_screen(screen: Screen) -> None:
+    """`ctrl-z` and `fg`, as in any shell; and `ctrl-l`."""
+    screen.type(f"{COMMAND}\n")
+    screen.until(lambda text: "KV ladder" in text)
+    screen.press("C-z")
+    screen.until(lambda text: text.rstrip().endswith(SHELL.strip()) and "KV ladder" not in text)
+    screen.type("fg\n")
+    screen.until(lambda text: all(part in text for part in WHOLE), "again")
+    Path(screen.tty()).write_text("\033[3;1HGARBAGE")
+    screen.until(lambda text: "GARBAGE" in text)
+    screen.press("C-l")
+    screen.until(lambda text: "GARBAGE" not in text and all(part in text for part in WHOLE))
+    screen.press("q")
+    screen.until(lambda text: "KV ladder" not in text)
 
 
 @in_tmux
