@@ -14,6 +14,7 @@ from tests.daemon.rig import Rig
 from tests.daemon.scripted_worker import BABBLE, CHUNK, DIE, HANG
 
 from stateroom.client.timeouts import Timeouts
+from stateroom.daemon.broker import Broker
 from stateroom.daemon.config import Patience
 from stateroom.daemon.lifecycle import EngineState
 from stateroom.daemon.recovery import DEATHS_MAX, SUSPECT_DEATHS
@@ -23,10 +24,16 @@ StartBroker = Callable[..., Rig]
 
 def ready(rig: Rig, model: str = "toy") -> int:
     """Waits for a model's worker and gives its pid."""
-    rig.until(lambda broker: broker.supervisor.engine(model).ready)
-    pid = rig.look(lambda broker: broker.supervisor.engine(model).pid)
-    assert pid is not None
-    return pid
+    seen: list[int] = []
+
+    def alive(broker: Broker) -> bool:
+        engine = broker.supervisor.engine(model)
+        if engine.ready and engine.pid is not None:  # one that was just killed has none any more
+            seen.append(engine.pid)
+        return bool(seen)
+
+    rig.until(alive)
+    return seen[0]
 
 
 def gone(pid: int) -> bool:
