@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stateroom.client.paths import home_dir
+from stateroom.daemon.commands.terminal import size
 from stateroom.daemon.config import STATE_NAME
 from stateroom.daemon.doctor.check import Check, noted, passed, problem
 from stateroom.daemon.log_file import log_path
 from stateroom.daemon.machine import memory_bytes, stalled_percent
-from stateroom.daemon.models import InstalledModel, list_installed
+from stateroom.daemon.memory import TOTAL_MIN_BYTES, default_bytes
+from stateroom.daemon.models import list_installed
 from stateroom.deploy.service import OPEN_FILES
 
 FILES_MIN = 1_024  # a few for each worker and snapshot, one for each client
@@ -27,21 +29,19 @@ def memory() -> Iterator[Check]:
     if total is None:
         yield noted("memory", "the system doesn't tell how much there is")
         return
-    finding = f"{total / 2**30:.1f} GiB"
     largest = max(list_installed(), key=lambda model: model.bytes, default=None)
+    kv = default_bytes(total, None, 0 if largest is None else largest.bytes)
+    finding = f"{size(total)}, of which {size(kv)} for KV by default"
     stalled = stalled_percent()
     if largest is not None and largest.bytes > total:
-        yield problem("memory", f"{finding}; {_taking(largest)}", "Serve a smaller or a quantised one.")
-    elif largest is not None and largest.bytes > total * 3 / 4:
-        yield noted("memory", f"{finding}; {_taking(largest)}", "Little is left for KV: see --kv-budget.")
+        finding = f"{size(total)}; {largest.name} alone is {size(largest.bytes)}"
+        yield problem("memory", finding, "Serve a smaller or a quantised one.")
+    elif largest is not None and kv <= TOTAL_MIN_BYTES:
+        yield noted("memory", f"{finding} beside {largest.name}", "Serve a smaller one, or see --kv-budget.")
     elif stalled is not None and stalled > STALLED_PERCENT:
         yield noted("memory", f"{finding}; programs wait for it {stalled:.0f} % of the time", "Close some.")
     else:
         yield passed("memory", finding)
-
-
-def _taking(model: InstalledModel) -> str:
-    return f"{model.name} alone is {model.bytes / 2**30:.1f} GiB"
 
 
 def files() -> Iterator[Check]:
