@@ -27,7 +27,7 @@ CODE = re.compile(r"```(?:sh|console)?\n(.*?)```|`([^`\n]+)`", re.DOTALL)
 WORD = r"[a-z][a-z-]*"
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 MACHINES = re.compile(
-    r"(?<![\w.])/(?:root|work|home/\w+|Users/\w+|tmp/\w+)\b|https?://(?:\d+\.){3}\d+:\d+/simple"
+    r"(?<![\w.])/(?:root|work|home/(?!you\b)\w+|Users/(?!you\b)\w+|tmp/\w+)\b|https?://(?:\d+\.){3}\d+:\d+/simple"
 )
 
 FOLDERS = ("caches", "client", "daemon", "deploy", "kernels", "tests", "benchmarks", "examples", "docs")
@@ -50,6 +50,11 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert there.exists(), f"{page.name} links to {target}"
         if anchor:
             assert anchor in anchors(there), f"{page.name} links to {target}#{anchor}"
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    linked = {target for target, _ in LINK.findall((ROOT / "README.md").read_text())}
+    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= linked
 
 
 def command_of(words: list[str]) -> tuple[Any, list[str]]:

@@ -33,7 +33,8 @@ SCREENS = {
         shows="> ", types="The quick brown fox\n", then_shows="in chat\r\n> ", leaves_by=CTRL_D, code=0
     ),
     "stateroom logs -f": Screen(shows="op=hello"),
-    "stateroom top": Screen(shows="sessions", leaves_by="q", code=0),
+    "stateroom top": Screen(shows="q quit", leaves_by="q", code=0, terminal="xterm-256color"),
+    "stateroom watch --stats 1": Screen(shows="figures: "),
 }
 # The README's example is about an editor that has a buffer.
 BEFORE = {

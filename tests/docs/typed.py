@@ -22,7 +22,7 @@ from stateroom.client import connect
 ROOT = Path(__file__).resolve().parents[2]
 CONSOLE = ("", "sh", "console")  # languages of blocks that are typed into a shell
 PYTHON = "python"
-SHOWN = ("mermaid", "toml", "json", "text")  # of those that nobody types
+SHOWN = ("mermaid", "toml", "yaml", "json", "promql", "text")  # of those that nobody types
 COMMAND_S = 60.0
 START_S = 60.0
 LEAVE_S = 10.0
@@ -62,6 +62,7 @@ class Screen:
     then_shows: str = ""
     leaves_by: str = CTRL_C
     code: int = 130  # of a program that is ended by Ctrl-C
+    terminal: str = "dumb"
 
 
 class Reader:
@@ -107,7 +108,9 @@ class Reader:
 
     def looks_at(self, line: str, screen: Screen) -> str:
         """A program that shows something until it is left."""
-        with Terminal(["bash", "-c", f"exec {command(line)}"], env=self.env) as terminal:
+        with Terminal(
+            ["bash", "-c", f"exec env TERM={screen.terminal} {command(line)}"], env=self.env
+        ) as terminal:
             terminal.wait_for(screen.shows)
             if screen.types:
                 since = len(terminal.shown)
