@@ -18,7 +18,7 @@ from stateroom.client.paths import home_dir, runtime_dir
 from stateroom.client.protocol import RequestInfo, SessionInfo
 from stateroom.client.wire import to_wire
 from stateroom.daemon.doctor.places import endpoint
-from stateroom.daemon.doctor.running import HELLO_S
+from stateroom.daemon.doctor.running import HELLO_S, not_started
 from stateroom.daemon.exits import Leave
 from stateroom.daemon.keys import KEYS_NAME, Keys
 from stateroom.daemon.log_file import OLDER_FILES, log_path
@@ -76,6 +76,8 @@ def key_names() -> list[str]:
 
 
 def ask() -> Running:
+    if not_started():
+        return Running(failure="not started")
     try:
         with connect(endpoint(), app="doctor", timeout_s=HELLO_S) as room:
             return told_by(room)

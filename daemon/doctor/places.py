@@ -14,6 +14,7 @@ from stateroom.client.paths import SOCKET_NAME, default_endpoint, home_dir, ipc_
 from stateroom.daemon.commands.terminal import size
 from stateroom.daemon.config import STATE_NAME
 from stateroom.daemon.doctor.check import Check, noted, passed, problem
+from stateroom.daemon.doctor.service import waits_for_a_client
 from stateroom.daemon.keys import KEYS_NAME
 from stateroom.daemon.lock import LOCK_NAME, OTHERS, holder
 from stateroom.daemon.readable import within
@@ -62,6 +63,8 @@ def socket() -> Iterator[Check]:
         )
     elif holds is not None:
         yield passed("socket", f"{here}, of process {holds.pid} since {holds.since}")
+    elif found is not None and waits_for_a_client():
+        yield passed("socket", f"{here}, where the service manager listens")
     elif found is not None:
         yield noted("socket", f"{here}, left by a daemon that is gone", "The next one removes it.")
     else:

@@ -12,6 +12,7 @@ from stateroom.client.protocol import VerifyResult
 from stateroom.daemon.commands.sessions import verdict
 from stateroom.daemon.doctor.check import Check, noted, passed, problem
 from stateroom.daemon.doctor.places import endpoint
+from stateroom.daemon.doctor.service import waits_for_a_client
 from stateroom.daemon.lock import LOCK_NAME, holder
 
 FACTS = ("architecture", "device", "dtype", "blas")  # of a worker, worth a line
@@ -26,6 +27,9 @@ ANEW = "stateroom service restart (or stateroom stop; stateroom serve): sessions
 
 def daemon() -> Iterator[Check]:
     """Whether a daemon answers, how its engines are, and whether sessions are what their tokens give."""
+    if not_started():
+        yield noted("daemon", "none runs; the service manager listens, and the first client starts it")
+        return
     try:
         with connect(endpoint(), app="doctor", timeout_s=HELLO_S) as room:
             hello, stats = room.hello(), room.stats()
@@ -58,6 +62,11 @@ def daemon() -> Iterator[Check]:
             facts = ", ".join(f"{name} {model['facts'][name]}" for name in FACTS if name in model["facts"])
             yield passed("engine", f"{finding}{f' ({facts})' if facts else ''}")
     yield from verified
+
+
+def not_started() -> bool:
+    """Nothing here starts a daemon, not by looking for it either."""
+    return holder(runtime_dir() / LOCK_NAME) is None and waits_for_a_client()
 
 
 def age(server: str, running: str) -> Check:

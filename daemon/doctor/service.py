@@ -47,6 +47,15 @@ def models() -> list[str]:
     return told(Path(found.where)).models if found.installed else []
 
 
+def waits_for_a_client() -> bool:
+    """Whether the service manager listens, and so who connects would start a daemon."""
+    try:
+        found = manager().status()
+    except ServiceError:
+        return False
+    return found.listening and not found.running
+
+
 def judged(found: Status, asked: Told) -> Check:
     """What to think of it."""
     if not found.installed:

@@ -20,7 +20,7 @@ from tests.tiny import write_tiny_model
 from stateroom.client.paths import IPC_PATH_BYTES_MAX
 from stateroom.daemon import models as installed
 from stateroom.daemon.config import STATE_NAME
-from stateroom.daemon.doctor import weights
+from stateroom.daemon.doctor import gathered, weights
 from stateroom.daemon.doctor.check import Check
 from stateroom.daemon.doctor.configuration import configuration
 from stateroom.daemon.doctor.device import device
@@ -30,13 +30,14 @@ from stateroom.daemon.doctor.machine import clock, files, memory
 from stateroom.daemon.doctor.models import model, models
 from stateroom.daemon.doctor.places import disk, kept, permissions
 from stateroom.daemon.doctor.places import socket as socket_check
+from stateroom.daemon.doctor.running import daemon
 from stateroom.daemon.doctor.service import Told, judged
 from stateroom.daemon.doctor.service import told as told_by
 from stateroom.daemon.lock import LOCK_NAME, Lock
 from stateroom.daemon.machine import memory_bytes
 from stateroom.deploy.launchd import plist
 from stateroom.deploy.service import Service, Status
-from stateroom.deploy.systemd import unit
+from stateroom.deploy.systemd import SOCKET, UNIT, unit
 
 Checks = Callable[[], Iterator[Check]]
 AT_ONCE = {"device"}  # starts a process and takes a second: tried by itself
@@ -49,6 +50,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.delenv(name)
     short = Path("/tmp") / f"sr-{tmp_path.name[:20]}-{os.getpid()}"
     short.mkdir(mode=0o700)
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)  # where a service of ours would be
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("STATEROOM_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("STATEROOM_RUNTIME_DIR", str(short / "run"))
@@ -244,6 +246,28 @@ def test_a_socket_that_a_daemon_left(home: Path) -> None:
     found = one(socket_check)
     assert found.state == "note"
     assert "left by a daemon that is gone" in found.finding
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of systemd")
+def test_a_service_manager_that_listens_is_not_disturbed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who connected would start a daemon."""
+    (home / "systemctl").write_text("#!/bin/sh\necho ActiveState=inactive\necho MainPID=0\n")
+    (home / "systemctl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{home}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(home))
+    (home / "systemd" / "user").mkdir(parents=True)
+    for name in (UNIT, SOCKET):
+        (home / "systemd" / "user" / name).touch()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(runtime() / "stateroom.sock"))
+        listening.listen()
+        listening.setblocking(False)
+        assert "where the service manager listens" in one(socket_check).finding
+        (found,) = daemon()
+        assert (found.state, "the first client starts it" in found.finding) == ("note", True)
+        assert gathered.ask().failure == "not started"
+        with pytest.raises(BlockingIOError):
+            listening.accept()
 
 
 def test_who_listens_and_where(home: Path) -> None:
