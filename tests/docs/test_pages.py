@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,14 @@ def test_the_readme_leads_to_every_page() -> None:
     assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= linked
 
 
+@cache
+def commands() -> Any:
+    return typer.main.get_command(app)
+
+
 def command_of(words: list[str]) -> tuple[Any, list[str]]:
     """The command that words after `stateroom` name, and the words behind it."""
-    found: Any = typer.main.get_command(app)
+    found: Any = commands()
     while (known := getattr(found, "commands", None)) is not None and words and re.fullmatch(WORD, words[0]):
         assert words[0] in known, f"there is no `{words[0]}` in {sorted(known)}"
         found, words = known[words[0]], words[1:]
