@@ -2,7 +2,7 @@
 
 What a fork runs is the entry point itself, to the interpreter's very end, with streams of its own: the same
 as `stateroom …` in a shell, without the half second that each would take to import.
-Jobs come on its stdin, and what they did goes to its stdout, both as JSON.
+Jobs come on its stdin, a list a line, and what they did goes to its stdout, both as JSON.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,19 +64,32 @@ class Done:
         return self.err.splitlines()
 
 
-def run_all(jobs: list[Job], timeout_s: float = 120.0) -> list[Done]:
-    """Runs them, some at a time, and gives what became of each, in order."""
-    root = Path(__file__).resolve().parent.parent.parent
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.system.many"],
-        input=json.dumps([asdict(job) for job in jobs]),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        cwd=root,
-    )
-    assert done.returncode == 0, done.stderr
-    return [Done(**each) for each in json.loads(done.stdout)]
+class Many:
+    """The process that forks, started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, jobs: list[Job]) -> list[Done]:
+        """Runs them, some at a time, and gives what became of each, in order."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.system.many"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=Path(__file__).resolve().parent.parent.parent,
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([asdict(job) for job in jobs]) + "\n")
+        self._process.stdin.flush()
+        return [Done(**each) for each in json.loads(self._process.stdout.readline())]
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.communicate(timeout=JOB_S)
+            self._process = None
 
 
 # ---------------------------------------------------------------- in the process that forks
@@ -182,9 +196,26 @@ def told(running: Running) -> dict[str, Any]:
     )
 
 
+def run_all(jobs: list[Job], run: Callable[[], object]) -> list[dict[str, Any]]:
+    """`run`: what a fork does; it doesn't come back."""
+    waiting, at_work, done = list(enumerate(jobs)), {}, {}
+    while waiting or at_work:
+        while waiting and len(at_work) < AT_ONCE:
+            number, job = waiting.pop(0)
+            running = start(job)
+            if running is None:
+                run()
+            at_work[number] = running
+        for number, running in list(at_work.items()):
+            if not look_after(running):
+                done[number] = told(running)
+                del at_work[number]
+        time.sleep(POLL_S)
+    return [done[number] for number in range(len(jobs))]
+
+
 def main() -> None:
-    """Ends in each fork as the command line does."""
-    jobs = [Job(**each) for each in json.load(sys.stdin)]
+    """Ends at the end of its stdin, and in each fork as the command line does."""
     # Imported once for all, what a command brings in by itself among it.
     import stateroom.daemon.demo.run
     import stateroom.daemon.serve
@@ -192,20 +223,10 @@ def main() -> None:
     from stateroom.daemon import cli, commands  # noqa: F401
 
     gc.freeze()  # else each fork copies everything in its first collection
-    waiting, at_work, done = list(enumerate(jobs)), {}, {}
-    while waiting or at_work:
-        while waiting and len(at_work) < AT_ONCE:
-            number, job = waiting.pop(0)
-            running = start(job)
-            if running is None:
-                cli.main()
-            at_work[number] = running
-        for number, running in list(at_work.items()):
-            if not look_after(running):
-                done[number] = told(running)
-                del at_work[number]
-        time.sleep(POLL_S)
-    json.dump([done[number] for number in range(len(jobs))], sys.stdout)
+    while line := sys.stdin.readline():
+        done = run_all([Job(**each) for each in json.loads(line)], cli.main)
+        sys.stdout.write(json.dumps(done) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

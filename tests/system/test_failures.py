@@ -21,7 +21,7 @@ import pytest
 import typer
 import zmq
 from tests.conftest import RunningDaemon
-from tests.system.many import Done, Job, run_all
+from tests.system.many import Done, Job, Many
 from tests.tiny import write_tiny_model
 
 from stateroom.client import connect
@@ -127,6 +127,15 @@ WITH_JSON = [
 ]
 
 
+MANY = Many()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def many() -> Iterator[None]:
+    yield
+    MANY.close()
+
+
 def test_every_command_has_a_row() -> None:
     assert set(COMMANDS) == set(ROWS)
 
@@ -200,7 +209,7 @@ def clear(done: Done, row: Row) -> None:
 
 def try_all(world: World, rows: dict[str, Row], *more: str, **options: Any) -> dict[str, Done]:
     jobs = [world.job(name, row, *more, **options) for name, row in rows.items()]
-    return dict(zip(rows, run_all(jobs), strict=True))
+    return dict(zip(rows, MANY.run(jobs), strict=True))
 
 
 def quick(names: Iterable[str]) -> dict[str, Row]:
