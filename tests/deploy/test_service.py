@@ -14,10 +14,11 @@ import pytest
 
 from stateroom.client import connect
 from stateroom.client.errors import ClientError
+from stateroom.daemon.doctor.service import Told, judged
 from stateroom.daemon.exits import CONFIG, OK, RUNNING
 from stateroom.daemon.lock import LOCK_NAME, Lock
 from stateroom.daemon.serve import STDERR_BYTES_MOST
-from stateroom.deploy.service import Service
+from stateroom.deploy.service import Service, Status
 
 ANSWER_S = 60.0
 NAME = pwd.getpwuid(os.getuid()).pw_name
@@ -103,6 +104,12 @@ def test_what_is_activated_is_told_its_endpoint(account: Account) -> None:
     service = Service(socket=account.run / "s")
     assert service.command[-2:] == ["--activated", f"--endpoint=ipc://{account.run}/s"]
     assert plistlib.dumps({"ProgramArguments": service.command})
+
+
+def test_the_doctor_finds_nothing_wrong_with_one_that_waits() -> None:
+    waits = judged(Status(True, False, where="x.service", listening=True), Told())
+    assert (waits.state, "its first client starts it" in waits.finding) == ("pass", True)
+    assert judged(Status(True, False, where="x.service"), Told()).state != "pass"
 
 
 @pytest.mark.system
