@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from stateroom.client.protocol import StatsResult
@@ -143,6 +144,25 @@ def test_it_says_what_stats_says(loop: asyncio.AbstractEventLoop) -> None:
     # What others are the parts of is no sample of its own.
     totals = {labels for name, labels in seen if name in ("stateroom_requests_total", "stateroom_sessions")}
     assert frozenset() not in totals
+
+
+def test_it_is_right_in_the_form_that_prometheus_asks_for_first(loop: asyncio.AbstractEventLoop) -> None:
+    page = Page(0, figures, loop)
+    accepted = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    try:
+        asked = urllib.request.Request(f"http://{LOOPBACK}:{page.port}/metrics", headers=accepted)
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+            strict = list(open_metrics(answer.read().decode()))
+        plain = read(page)
+    finally:
+        page.close()
+    told = {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in strict
+        for sample in family.samples
+    }
+    assert {key: value for key, value in plain.items() if "le" not in dict(key[1])}.items() <= told.items()
 
 
 def test_a_port_that_is_taken(loop: asyncio.AbstractEventLoop) -> None:
