@@ -86,14 +86,13 @@ def ask() -> Running:
 
 
 def told_by(room: Room) -> Running:
-    stats = room.stats()
-    return Running(
-        room.server.version,
-        [to_wire(model) for model in room.server.models],
-        to_wire(stats),
-        room.list(everyone=True)[:SESSIONS_MAX],
-        room.requests(everyone=True),
-    )
+    sessions: list[SessionInfo] = []
+    requests: list[RequestInfo] = []
+    with suppress(StateroomError):  # an older daemon knows neither
+        sessions = room.list(everyone=True)[:SESSIONS_MAX]
+        requests = room.requests(everyone=True)
+    models = [to_wire(model) for model in room.server.models]
+    return Running(room.server.version, models, to_wire(room.stats()), sessions, requests)
 
 
 def log_lines() -> list[str]:

@@ -51,7 +51,8 @@ def daemon() -> Iterator[Check]:
         yield problem("daemon", str(error))
         return
     yield age(hello.server, hello.version)
-    yield kv(stats.gauges)
+    if "kv_held_bytes" in stats.gauges:  # one of another version may tell other figures
+        yield kv(stats.gauges)
     if "journal_pending" in stats.gauges:  # else it was told to keep nothing
         yield journal(stats.gauges)
     for model in stats.models:
