@@ -171,7 +171,7 @@ def moments(trace: TraceResult) -> str:
 
 
 def _head(trace: TraceResult) -> list[str]:
-    return [*wrap(title(trace.request), WIDTH, subsequent_indent="  "), ""]
+    return [*wrap(title(trace.request), WIDTH, subsequent_indent="  ", break_on_hyphens=False), ""]
 
 
 def drawn(trace: TraceResult) -> list[str]:
@@ -180,8 +180,8 @@ def drawn(trace: TraceResult) -> list[str]:
     scale = f"0{total_ms:>{BAR - 1},.0f}"
     lines = [*_head(trace), f"{'':{NAME}} {scale} {'ms':>9} {'%':>4}"]
     for row in rows(trace):
-        part = 100.0 * row.ms / total_ms if total_ms else 0.0
-        line = f"{row.name:{NAME}} {bar(row.spans, total_ms)} {row.ms:>9,.1f} {part:>4.0f}  {row.told}"
+        part = f"{100.0 * row.ms / total_ms:.0f}" if total_ms and row.name not in BESIDE else ""
+        line = f"{row.name:{NAME}} {bar(row.spans, total_ms)} {row.ms:>9,.1f} {part:>4}  {row.told}"
         lines.append(line[:WIDTH].rstrip())
     return lines + _below(trace)
 
