@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from stateroom.client.async_room import AsyncRoom
 from stateroom.client.asynchronous import connect_async
-from stateroom.client.errors import ClientError, Invalid, UnknownOperation
+from stateroom.client.errors import Disconnected, Invalid, NoDaemon, UnknownOperation
 from stateroom.client.protocol import (
     Close,
     CloseResult,
-    List,
-    ListResult,
     Park,
     ParkResult,
-    Requests,
-    RequestsResult,
     SessionInfo,
+    StatsResult,
 )
 from stateroom.client.timeouts import Timeouts
 from stateroom.daemon.exits import FAILED, Leave
@@ -36,10 +33,9 @@ APP = "top"
 BUSY_PART = 0.025  # of the time that the daemon may spend on each of the two kinds of looks: 5 % in all
 LOOKS_COUNTED = 4  # the quickest of the last ones is what a look needs: others had to wait on the way
 CONNECT_S = 2.0  # to find it, at first and whenever it was lost; tried again and again
-ANSWER_S = 5.0  # for the daemon to answer a look; then it is said that it doesn't
+ANSWER_S = 10.0  # for the daemon to answer a look; then it is said that it doesn't
 ACT_S = 60.0  # for what a key began: a park waits for what runs, and writes to the disk
 
-T = TypeVar("T")
 Clock = Callable[[], float]
 
 
@@ -80,15 +76,8 @@ class Pace:
 class DaemonSource:
     """A connection, made anew whenever it was lost. `interval_s`: the least time between looks."""
 
-    def __init__(
-        self,
-        endpoint: str | None,
-        interval_s: float,
-        clock: Clock = time.monotonic,
-        own_clock: Clock = time.thread_time,
-    ) -> None:
-        self._endpoint = endpoint
-        self._clock, self._own_clock = clock, own_clock
+    def __init__(self, endpoint: str | None, interval_s: float, clock: Clock = time.monotonic) -> None:
+        self._endpoint, self._clock = endpoint, clock
         self._room = connect_async(endpoint, app=APP, timeout_s=CONNECT_S, timeouts=Timeouts(call_s=ANSWER_S))
         self._figures, self._lists = Pace(interval_s), Pace(interval_s)
         self._sessions: list[SessionInfo] = []
@@ -97,40 +86,43 @@ class DaemonSource:
         room = self._room
         try:
             await room  # connected: making a connection is no time of the daemon's
-            requests, busy_s = await self._timed(room.call(Requests(everyone=True), RequestsResult))
-            stats, more_s = await self._timed(room.stats())
+            began_s = self._clock()
+            requests = await room.requests(everyone=True)
+            stats = await room.stats()
+            self._figures.took(self._clock(), self._clock() - began_s)
             if self._lists.due(self._clock()):
-                listed, long_s = await self._timed(room.call(List(everyone=True), ListResult))
-                self._sessions = listed.sessions
-                self._lists.took(self._clock(), long_s)
+                stats = await self._list(stats)
         except (UnknownOperation, Invalid) as error:
             raise Leave(
                 FAILED,
                 f"The daemon, of version {clean(room.server.version)}, is too old for this command; restart "
                 "it with the version that is installed.",
             ) from error
-        except ClientError:
+        except (Disconnected, NoDaemon):
             self._lists.hurry()  # it may be another daemon when it is back
             raise
-        now_s = self._clock()
-        self._figures.took(now_s, busy_s + more_s)
         return Snapshot(
             endpoint=room.endpoint,
             version=clean(room.server.version),
-            at_s=now_s,
+            at_s=self._clock(),
             every_s=self._figures.every_s,
             stats=stats,
             sessions=self._sessions,
             sessions_at_s=self._lists.last_s,
             sessions_every_s=self._lists.every_s,
-            requests=requests.requests,
+            requests=requests,
         )
 
-    async def _timed(self, asked: Awaitable[T]) -> tuple[T, float]:
-        """The answer, and for how long the daemon was at it: without what reading it took here."""
-        since_s, own_s = self._clock(), self._own_clock()
-        answer = await asked
-        return answer, max(self._clock() - since_s - (self._own_clock() - own_s), 0.0)
+    async def _list(self, before: StatsResult) -> StatsResult:
+        """Reads the sessions, and the stats after that.
+
+        What it took is the CPU time that the daemon counts: to send and read many sessions takes long, too.
+        """
+        self._sessions = await self._room.list(everyone=True)
+        after = await self._room.stats()
+        cpu_s = after.gauges.get("cpu_s", 0.0) - before.gauges.get("cpu_s", 0.0)
+        self._lists.took(self._clock(), max(cpu_s, 0.0))
+        return after
 
     async def act(self, act: Act, session: SessionInfo) -> str:
         async with connect_async(self._endpoint, app=self._as_client(session.owner)) as room:
