@@ -60,10 +60,10 @@ right "with what is new" sh -c "ps -o args= -p $(pid) | grep -q -- '--rows-max 8
 right "answers" soon answers
 
 echo "--- what can't work"
-link=$(mktemp -d)/model
-ln -s "$HOME/.stateroom/models/demo" "$link"
-right "installed" stateroom service install --model "$link"
-rm "$link"
+copy=$(mktemp -d)/copy
+cp -R "${STATEROOM_HOME:-$HOME/.stateroom}/models/demo" "$copy"
+right "installed" stateroom service install --model "$copy"
+rm -r "$copy"
 stateroom service restart
 sleep 30
 right "left with 0, and isn't tried again" sh -c "launchctl print gui/$(id -u)/$LABEL | grep -q 'last exit code = 0'"

@@ -71,8 +71,7 @@ def install(
     given = arguments(model, kv_budget, more)
     taken_by("serve", given, context)  # with the file: what can't work is refused here
     service = Service(given, socket=socket_path(more or []) if activate else None)
-    if activate:
-        refuse_another_daemon(service)
+    refuse_another_daemon()
     _show(_done(lambda: manager().install(service)))
     out.print(f"log: {service.log}", soft_wrap=True)
 
@@ -134,13 +133,13 @@ def socket_path(more: list[str], endpoint: str | None = None) -> Path:
     return path
 
 
-def refuse_another_daemon(service: Service) -> None:
-    """A manager that listens takes the socket's path from whoever has it.
+def refuse_another_daemon() -> None:
+    """The service's would only leave; and a manager that listens would take the path of the other's socket.
 
     Raises:
-        Leave: a daemon runs there that isn't the service's.
+        Leave: a daemon runs that isn't the service's.
     """
-    found = holder(service.runtime / LOCK_NAME)
+    found = holder(runtime_dir() / LOCK_NAME)
     if found is not None and found.pid != _done(lambda: manager().status()).pid:
         raise Leave(RUNNING, f"A daemon is running already, process {found.pid}; `stateroom stop` ends it.")
 
@@ -177,6 +176,7 @@ def uninstall() -> None:
 @app.command()
 def start() -> None:
     """Start it, if it isn't running."""
+    refuse_another_daemon()
     _show(_done(lambda: manager().start()))
 
 
@@ -190,6 +190,7 @@ def stop() -> None:
 @app.command()
 def restart() -> None:
     """Stop it and start it again, as after an upgrade. Sessions are kept."""
+    refuse_another_daemon()
     _show(_done(lambda: manager().restart()))
 
 

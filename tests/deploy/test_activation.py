@@ -261,7 +261,7 @@ def test_who_came_before_the_daemon_is_answered_and_the_socket_outlives_it(
     assert answers == ["stateroom"] * WAITING
     inode = f"socket:[{os.fstat(handed.fileno()).st_ino}]"
     assert inode in open_in(first.pid)
-    until(lambda: bool(psutil.Process(first.pid).children()), first)
+    until(lambda: "stateroom.daemon.engine.worker" in commands_below(first.pid), first)
     for child in psutil.Process(first.pid).children(recursive=True):
         assert inode not in open_in(child.pid)
         assert not set(SYSTEMD) & set(child.environ())
@@ -300,6 +300,11 @@ def until(so: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
         assert process.poll() is None
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def commands_below(pid: int) -> str:
+    """Of a process and all below it; one that has not begun yet still looks like its parent."""
+    return " ".join(word for each in psutil.Process(pid).children(recursive=True) for word in each.cmdline())
 
 
 def open_in(pid: int) -> list[str]:

@@ -88,12 +88,13 @@ def test_what_cannot_work_is_refused_before_anything_is_done(
     assert sorted(account.home.rglob("*")) == before
 
 
-def test_a_manager_is_not_put_before_a_daemon_that_runs(account: Account) -> None:
-    """It would take the path of its socket."""
+@pytest.mark.parametrize("words", [("install", "--activate"), ("install",), ("start",), ("restart",)])
+def test_a_manager_is_not_put_before_a_daemon_that_runs(account: Account, words: tuple[str, ...]) -> None:
+    """One that listens would take the path of its socket."""
     lock = Lock(account.run / LOCK_NAME)
     lock.take("ipc:///somewhere")
     try:
-        done = account.types("service", "install", "--activate")
+        done = account.types("service", *words)
     finally:
         lock.release()
     assert done.returncode == RUNNING
