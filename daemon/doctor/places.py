@@ -88,6 +88,9 @@ def permissions() -> Iterator[Check]:
             yield problem("permissions", f"{folder} can't be looked at: {error.strerror}", ELSEWHERE)
             return
         there.append(folder)
+        if not stat.S_ISDIR(about.st_mode):
+            yield problem("permissions", f"{folder} is in the way and is no directory", "Move it elsewhere.")
+            return
         if about.st_uid != os.getuid():
             yield problem("permissions", f"{folder} belongs to another user", ELSEWHERE)
             return

@@ -298,6 +298,11 @@ def test_others_can_reach_in(home: Path, part: str) -> None:
     wrong(one(permissions), "others can reach into", "chmod 700")
 
 
+def test_a_file_where_a_directory_belongs(home: Path) -> None:
+    (home / STATE_NAME).touch()
+    wrong(one(permissions), "is no directory", "Move it")
+
+
 def test_a_directory_above_that_anybody_could_replace(home: Path) -> None:
     folder = runtime()
     folder.parent.chmod(0o777)

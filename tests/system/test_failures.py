@@ -394,6 +394,26 @@ def test_a_home_that_cannot_be_used(tmp_path: Path, where: str) -> None:
             assert done.code in (FAILED, CONFIG), named(done)
 
 
+NOT_FILES = ("config.toml", "keys/server.json", "keys/allowed/one", "logs/stateroom.log", "logs/service.log")
+NOT_FOLDERS = ("models", "state", "keys", "logs")
+
+
+@pytest.mark.parametrize("nonsense", ["folders", "files"])
+def test_a_home_full_of_nonsense(tmp_path: Path, nonsense: str) -> None:
+    """Folders where files belong, and files where folders do."""
+    for name in NOT_FILES if nonsense == "folders" else ():
+        (tmp_path / "home" / name).mkdir(parents=True)
+    for name in NOT_FOLDERS if nonsense == "files" else ():
+        (tmp_path / "home").mkdir(exist_ok=True)
+        (tmp_path / "home" / name).write_text("")
+    world = World(tmp_path)
+    without = ("generate", "logs", "stop", "config ", "keys ", "model ", "service ")
+    rows = {name: row for name, row in quick(ROWS).items() if name.startswith(without)}
+    rows |= {"doctor": ROWS["doctor"], "serve": Row(f"--model {write_tiny_model(tmp_path / 'model')}")}
+    for name, done in try_all(world, rows).items():
+        clear(done, rows[name])
+
+
 def test_a_home_that_is_not_absolute(tmp_path: Path) -> None:
     world = World(tmp_path, STATEROOM_HOME="relative", STATEROOM_RUNTIME_DIR="relative")
     some = quick(["ps", "logs", "stop", "model list", "keys list", "serve"])
