@@ -23,7 +23,7 @@ EVENTS_MAX = 16_384  # remembered; about 5 MiB, looked through in a few millisec
 STEPS_MAX = 256  # told as one event, so that a long stream shows where it was slow
 PAUSE_MS = 20.0  # between two steps: longer, and they are told as two events
 OPEN_MAX = 64  # runs of steps; there are as many as batches, and some of batches that were
-MARKS_MAX = 1_000  # told of one request: its first and its last
+OWN_MAX = 500  # events of one request that are told: its first and its last
 OTHERS_MIN_MS = 0.1  # behind others: less isn't told
 TAKEN, ANSWERED, OTHERS, NOW = "taken", "answered", "others", "now"
 WORK = ("prefill", "score", "verify", "decode", "rounds")  # of the device
@@ -182,6 +182,24 @@ class Recorder:
 
     def marks(self, rid: int, now_ms: float) -> tuple[list[Mark], int]:
         """What is remembered of a request, in the order of time, and how much at the least isn't told."""
+        events, begun = self._since(rid)
+        own = [event for event in events if rid in event.rids]
+        wait = self._waits.get(rid)
+        if wait is not None:
+            own.append(Event((rid,), wait[0], wait[1], now_ms, wait[2]))
+        if not own:
+            return [], 0
+        own.sort(key=lambda event: event.start_ms)
+        if not any(event.name is ANSWERED for event in own):
+            own.append(Event((rid,), NOW, now_ms, now_ms, {}))
+        foreign = [event for event in events if event.name in WORK and rid not in event.rids]
+        left_out = max(len(own) - OWN_MAX, 0)
+        parts = [own[: OWN_MAX // 2], own[-(OWN_MAX // 2) :]] if left_out else [own]
+        told = [mark for part in parts for mark in _with_others(part, foreign, rid)]
+        return told, left_out + (not begun)
+
+    def _since(self, rid: int) -> tuple[list[Event], bool]:
+        """What happened since a request came, the earliest first; whether its beginning is still there."""
         events = [run.event() for run in self._runs.values()]
         begun = False
         for event in reversed(self._past):
@@ -190,22 +208,7 @@ class Recorder:
                 begun = True
                 break
         events.reverse()
-        own = [event.mark(rid) for event in events if rid in event.rids]
-        waits = self._waits.get(rid)
-        if waits is not None:
-            own.append(Mark(waits[0], waits[1], now_ms - waits[1], waits[2]))
-        if not own:
-            return [], 0
-        own.sort(key=lambda mark: mark.start_ms)
-        if not any(mark.name == ANSWERED for mark in own):
-            own.append(Mark(NOW, now_ms, 0.0, {}))
-        foreign = [(e.start_ms, e.end_ms, e.name) for e in events if e.name in WORK and rid not in e.rids]
-        told = own + behind_others(own, sorted(foreign))
-        told.sort(key=lambda mark: mark.start_ms)
-        left_out = max(len(told) - MARKS_MAX, 0)
-        if left_out:
-            told = told[: MARKS_MAX // 2] + told[-(MARKS_MAX // 2) :]
-        return told, left_out + (not begun)
+        return events, begun
 
 
 def _goes_on(run: _Run, rids: tuple[int, ...], start_ms: float, guessed: bool) -> bool:
@@ -225,6 +228,16 @@ def _add(run: _Run, tokens: Sequence[int], guesses: Sequence[int]) -> None:
         run.guesses = [a + b for a, b in zip(run.guesses, guesses, strict=True)]
 
 
+def _with_others(own: Sequence[Event], foreign: Iterable[Event], rid: int) -> list[Mark]:
+    """The marks of a request's events, with those of others between them."""
+    start_ms, end_ms = own[0].start_ms, own[-1].end_ms
+    spans = sorted(
+        (e.start_ms, e.end_ms, e.name) for e in foreign if e.end_ms > start_ms and e.start_ms < end_ms
+    )
+    marks = [event.mark(rid) for event in own]
+    return sorted(marks + behind_others(marks, spans), key=lambda mark: mark.start_ms)
+
+
 def behind_others(own: Sequence[Mark], foreign: Iterable[tuple[float, float, str]]) -> list[Mark]:
     """Where nothing of its own covers a request's time, and the device was at work for others: one mark for
     each such gap. `own`, and what is `foreign` (start, end, name), in the order of their starts."""
@@ -234,7 +247,8 @@ def behind_others(own: Sequence[Mark], foreign: Iterable[tuple[float, float, str
     for start_ms, end_ms, name in foreign:
         while at < len(gaps) and gaps[at][1] <= start_ms:
             at += 1
-        for gap_start, gap_end in gaps[at:]:
+        for number in range(at, len(gaps)):
+            gap_start, gap_end = gaps[number]
             if gap_start >= end_ms:
                 break
             begin, end = max(start_ms, gap_start), min(end_ms, gap_end)

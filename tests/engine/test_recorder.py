@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stateroom.daemon.engine.recorder import MARKS_MAX, OPEN_MAX, STEPS_MAX, Recorder, behind_others
+from stateroom.daemon.engine.recorder import OPEN_MAX, OWN_MAX, STEPS_MAX, Recorder, behind_others
 from stateroom.daemon.link import Mark
 
 RIDS = (1, 2, 3)
@@ -115,15 +115,20 @@ def test_steps_are_counted_in_runs_that_have_an_end() -> None:
 
 
 def test_what_is_told_of_one_request_has_an_end() -> None:
+    """Its first events and its last, and between them nothing is taken for others'."""
     recorder = Recorder()
     recorder.taken(1, "prefill", 0.0)
-    for number in range(2 * MARKS_MAX):
+    for number in range(2 * OWN_MAX):
         recorder.quantum("prefill", (1,), [16], 2.0 * number, 2.0 * number + 1.0)
-    recorder.answered(1, "ok", 4.0 * MARKS_MAX)
-    marks, dropped = recorder.marks(1, 4.0 * MARKS_MAX)
-    assert len(marks) == MARKS_MAX
-    assert dropped == 2 * MARKS_MAX + 2 - MARKS_MAX
+        recorder.stepped(7, (2,), 2.0 * number + 1.0, 2.0 * number + 2.0)
+    recorder.answered(1, "ok", 4.0 * OWN_MAX)
+    marks, dropped = recorder.marks(1, 4.0 * OWN_MAX)
+    assert dropped == OWN_MAX + 2
     assert (marks[0].name, marks[-1].name) == ("taken", "answered")
+    assert len(named(marks, "prefill")) == OWN_MAX - 2
+    others = named(marks, "others")
+    assert len(others) == OWN_MAX - 3  # between each two of the first, and of the last
+    assert max(mark.ms for mark in others) == 1.0
 
 
 def test_a_wait_lasts_until_the_next_one_or_until_it_goes_on() -> None:
