@@ -293,6 +293,7 @@ def test_interrupted(tmp_path: Path, peer: Callable[[bool], str]) -> None:
     for log in ("stateroom.log", "service.log"):
         (tmp_path / "home" / "logs" / log).write_text("{}\n")
     following = {"logs": Row("--follow"), "service logs": Row("--follow")}
+    following["bench"] = Row(f"--model {write_tiny_model(tmp_path / 'model')}")
     rows = {**quick(ROWS), "doctor": ROWS["doctor"], **following}
     waits = {*asking(), *following, "doctor"}
     for name, done in try_all(world, rows, interrupt_s=INTERRUPT_S).items():
