@@ -9,7 +9,7 @@ from stateroom.daemon.top.columns import Column, cells, columns
 from stateroom.daemon.top.pages import details, help_page
 from stateroom.daemon.top.text import BAD, GOOD, HEAD, HERE, PLAIN, QUIET, STRONG, WARN, Line, line, spread
 from stateroom.daemon.top.view import Mode, View
-from stateroom.daemon.top.words import count_of, fit, rate, size, span
+from stateroom.daemon.top.words import count_of, fit, interval, rate, size, span
 
 ENGINES_SHOWN = 3  # with more of them the table would have no room
 HEAD_LINES = 4  # beside those of engines
@@ -122,9 +122,9 @@ def _counts(board: Board, view: View, width: int) -> Line:
         int(gauges.get(name, 0)) for name in ("clients", "requests_open", "queued", "sessions")
     )
     left = f"{sessions} sessions  {clients} clients  requests {opened} open, {queued} queued"
-    pace = f"every {snapshot.every_s:.2g}s"
+    pace = f"every {interval(snapshot.every_s)}"
     if snapshot.sessions_every_s > 1.5 * snapshot.every_s:  # reading many must not keep the daemon busy
-        pace += f", sessions {snapshot.sessions_every_s:.2g}s"
+        pace += f", sessions {interval(snapshot.sessions_every_s)}"
     return spread(width, [left], ("PAUSED", BAD) if view.paused else (pace, QUIET))
 
 

@@ -73,6 +73,11 @@ def span(seconds: float) -> str:
     return f"{min(int(seconds / 86400), 999)}d"
 
 
+def interval(seconds: float) -> str:
+    """As `span`, with tenths below 10 s."""
+    return f"{seconds:.1f}".removesuffix(".0") + "s" if seconds < 9.95 else span(round(seconds))
+
+
 def clean(text: str) -> str:
     """What a program called itself, on one line and without what drives a terminal."""
     return text.translate(_CONTROL)

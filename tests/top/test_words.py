@@ -9,7 +9,7 @@ from rich.cells import cell_len
 
 from stateroom.client.protocol import WAITING
 from stateroom.daemon.top.columns import COLUMNS
-from stateroom.daemon.top.words import WAITS, clean, count_of, fit, rate, short_wait, size, span
+from stateroom.daemon.top.words import WAITS, clean, count_of, fit, interval, rate, short_wait, size, span
 
 numbers = st.floats(min_value=-1, max_value=1e20, allow_nan=False)
 STATE_WIDTH = next(column.width for column in COLUMNS if column.head == "STATE")
@@ -53,6 +53,14 @@ def test_sizes(nbytes: int, said: str) -> None:
 )
 def test_spans(seconds: float, said: str) -> None:
     assert span(seconds) == said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.3, "0.3s"), (1.0, "1s"), (1.04, "1s"), (9.96, "10s"), (13.6, "14s"), (3600, "1h")],
+)
+def test_intervals(seconds: float, said: str) -> None:
+    assert interval(seconds) == said
 
 
 def test_every_reason_to_wait_has_words_that_fit() -> None:
