@@ -171,7 +171,7 @@ class Engine:
                 self._process.send_signal(which)
 
     def leaves(self, why: str) -> None:
-        """It is to stop, and that is no failure."""
+        """It is to stop, and that is no failure. `why`: nobody asked for it, since nobody uses it."""
         self.advance(EngineEvent.STOP)
         self.unused = bool(why)
         if self._process is not None:  # else it would be ended as soon as there is one

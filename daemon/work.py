@@ -573,6 +573,7 @@ class Work:
             self._watchers.publish(event, session.owner)
 
     def _evicted(self, why: str) -> str:
+        """Counts a session whose KV left the device; gives the reason as it is told."""
         if why == "budget" and self._supervisor.memory.pressure.most_bytes is not None:
             why = "pressure"
         self._metrics.count(f"evicted.{why}")
@@ -580,6 +581,25 @@ class Work:
 
     def on_down(self, engine: Engine, generation: int, reason: str) -> None:
         """A worker process is no more; `reason` in words."""
+        moved = self._orphaned(engine, generation)
+        had = self._with(generation)
+        again = self._part(engine, had, reason)
+        # One event for all its sessions, whose KV is gone: one for each could flood a watcher.
+        details = {"reason": reason, "sessions": moved, "requests": len(again)}
+        event = "engine_stopped" if engine.stopping else "engine_lost"
+        self._watchers.publish(Event(event=event, model=engine.id, details=details))
+        for ticket in again:
+            self._tell_stream(ticket, "engine_lost", reason=reason)
+        for ticket in self.queues.take(engine.id, only="unload"):
+            self._tickets.reply(ticket, ModelResult(model=engine.info))
+        if self.queues.of(engine.id):
+            try:
+                self._supervisor.ensure(engine)
+            except StateroomError as error:
+                self._refuse_waiting(engine, error, spared=bool(had))
+
+    def _orphaned(self, engine: Engine, generation: int) -> int:
+        """What remains of the sessions of a worker is their tokens; how many they are."""
         moved = [session for session in self._catalog if session.generation == generation]
         if self._ending:
             why = "stopped"
@@ -592,21 +612,7 @@ class Work:
                 self._evicted(why)
             session.lost = why == "lost"
             self._catalog.forget_engine(session)
-        had = self._with(generation)
-        again = self._part(engine, had, reason)
-        # One event for all its sessions, whose KV is gone: one for each could flood a watcher.
-        details = {"reason": reason, "sessions": len(moved), "requests": len(again)}
-        event = "engine_stopped" if engine.stopping else "engine_lost"
-        self._watchers.publish(Event(event=event, model=engine.id, details=details))
-        for ticket in again:
-            self._tell_stream(ticket, "engine_lost", reason=reason)
-        for ticket in self.queues.take(engine.id, only="unload"):
-            self._tickets.reply(ticket, ModelResult(model=engine.info))
-        if self.queues.of(engine.id):
-            try:
-                self._supervisor.ensure(engine)
-            except StateroomError as error:
-                self._refuse_waiting(engine, error, spared=bool(had))
+        return len(moved)
 
     def _part(self, engine: Engine, tickets: list[Ticket], reason: str) -> list[Ticket]:
         """Of the requests that a dead worker had: holds those that go on, and gives them; ends the others."""
