@@ -108,7 +108,7 @@ class Record:
             self._sends = _Sends(now_s, now_s, 1, nbytes)
         if waits:
             self._begin("unread")
-        else:
+        elif "unread" in self._open:
             self._end("unread")
 
     def ended(self, code: str) -> None:
