@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,19 +39,29 @@ def test_tmux_is_there_where_it_must_be() -> None:
     assert TMUX or not os.environ.get("STATEROOM_TESTS_NEED_GXX")
 
 
+OpenScreen = Callable[[RunningDaemon], "Screen"]
+
+
 class Screen:
     """A terminal of its own, in which a shell runs. `kept`: where screens are written."""
 
     def __init__(self, env: dict[str, str], kept: Path) -> None:
         self._kept = kept
         self._env = env | {"TERM": "xterm-256color", "ESCDELAY": "25"}
+        self._folder = Path(tempfile.mkdtemp(prefix="sr-", dir="/tmp"))  # the paths of sockets are limited
         # A server of its own: another one's would have another environment.
-        self._tmux = [str(TMUX), "-S", str(kept / "tmux.sock"), "-f", "/dev/null"]
+        self._tmux = [str(TMUX), "-S", str(self._folder / "tmux.sock"), "-f", "/dev/null"]
+
+    def start(self) -> None:
         self._run("new-session", "-d", "-x", str(COLUMNS), "-y", str(ROWS), "sh")
         self._run("set-option", "-g", "escape-time", "0")
         self.until(str.strip)  # it has a prompt
         self.type(f"PS1='{SHELL}'; clear\n")
         self.until(lambda text: text.startswith(SHELL.strip()))
+
+    def close(self) -> None:
+        subprocess.run([*self._tmux, "kill-server"], capture_output=True, timeout=20)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _run(self, *arguments: str) -> str:
         done = subprocess.run(
@@ -89,15 +100,24 @@ class Screen:
             (self._kept / f"{name}.txt").write_text(text)
         return text
 
-    def close(self) -> None:
-        subprocess.run([*self._tmux, "kill-server"], capture_output=True, timeout=20)
+
+@pytest.fixture
+def open_screen(tmp_path: Path) -> Iterator[OpenScreen]:
+    opened: list[Screen] = []
+
+    def open_one(daemon: RunningDaemon) -> Screen:
+        opened.append(Screen(daemon.env, tmp_path))
+        opened[-1].start()
+        return opened[-1]
+
+    yield open_one
+    for screen in opened:
+        screen.close()
 
 
 @pytest.fixture
-def screen(tiny_daemon: RunningDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Screen]:
-    made = Screen(tiny_daemon.env, tmp_path_factory.mktemp("top"))
-    yield made
-    made.close()
+def screen(open_screen: OpenScreen, tiny_daemon: RunningDaemon) -> Screen:
+    return open_screen(tiny_daemon)
 
 
 def names(text: str) -> list[str]:
@@ -273,24 +293,21 @@ def test_a_daemon_that_goes_away_is_told_and_is_there_again(
     tiny_folder: Path,
     restart: Restart,
     connect_to: ConnectTo,
-    tmp_path_factory: pytest.TempPathFactory,
+    open_screen: OpenScreen,
 ) -> None:
     daemon = start_daemon(model=tiny_folder)
     with connect_to(daemon, app="editor") as room:
         room.open(tokens=[1, 2], name="buffer")
-    screen = Screen(daemon.env, tmp_path_factory.mktemp("top"))
-    try:
-        screen.type(f"{COMMAND} --interval 0.3\n")
-        screen.until(lambda text: "buffer" in text)
-        daemon.stop()
-        gone = screen.until(lambda text: "trying again. No daemon answers" in text, "gone")
-        assert "buffer" in gone  # what was there last still is
-        restart(daemon).wait_until_answering()
-        screen.until(lambda text: "trying again" not in text and "buffer" in text, "back")
-        screen.press("q")
-        screen.until(lambda text: "ENGINE" not in text)
-    finally:
-        screen.close()
+    screen = open_screen(daemon)
+    screen.type(f"{COMMAND} --interval 0.3\n")
+    screen.until(lambda text: "buffer" in text)
+    daemon.stop()
+    gone = screen.until(lambda text: "trying again. No daemon answers" in text, "gone")
+    assert "buffer" in gone  # what was there last still is
+    restart(daemon).wait_until_answering()
+    screen.until(lambda text: "trying again" not in text and "buffer" in text, "back")
+    screen.press("q")
+    screen.until(lambda text: "ENGINE" not in text)
 
 
 def test_a_pipe_gets_text(tiny_daemon: RunningDaemon, connect_to: ConnectTo) -> None:
