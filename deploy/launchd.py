@@ -102,11 +102,14 @@ class Launchd:
         service.make_folders()
         domain = self._domain()
         left = self._socket_path()
-        changed = written(self.path, self.files(service)[self.path].encode())
-        if changed and self._loaded(domain):
+        content = self.files(service)[self.path].encode()
+        if self._loaded(domain) and not (self.path.exists() and self.path.read_bytes() == content):
             self._boot_out(domain)
+        # Not before: what was refused half way is seen to be unfinished when it is asked for again.
+        written(self.path, content)
         if not self._loaded(domain):
             clear_socket(left)
+            clear_socket(service.socket)
             self._bootstrap(domain)
         return self.status()
 

@@ -280,6 +280,19 @@ def test_other_codes_are_told(mac: Mac, service: Service) -> None:
         mac.launchd().install(service)
 
 
+def test_an_upgrade_that_was_refused_is_done_when_it_is_asked_for_again(mac: Mac, service: Service) -> None:
+    launchd = mac.launchd()
+    first = launchd.install(service)
+    newer = Sleeper(("--new",), service.home, service.runtime, service.user_home, {})
+    mac.fail(("bootout", 133))
+    with pytest.raises(ServiceError, match=r"launchctl refused \(133\)"):
+        launchd.install(newer)
+    assert launchd.status().pid == first.pid
+    second = launchd.install(newer).pid
+    assert second is not None
+    assert "--new" in psutil.Process(second).cmdline()
+
+
 # ---------------------------------------------------------------- all of it, as it was said
 
 
