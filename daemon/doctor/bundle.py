@@ -15,7 +15,7 @@ import secrets
 import tarfile
 import time
 from collections.abc import Iterator, Sequence
-from importlib.metadata import distributions, requires
+from importlib.metadata import PackageNotFoundError, distributions, requires
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from stateroom.daemon.doctor.examine import told
 from stateroom.daemon.doctor.gathered import (
     Running,
     ask,
+    configured_names,
     key_names,
     log_lines,
     persons,
@@ -47,6 +48,7 @@ CONTENTS = {
     "service.jsonl": "the end of what a service manager caught: where a crash was",
 }
 SUMMARY = "findings, versions, figures, settings and the ends of the logs, without content and names"
+QUOTED = re.compile(r"""(?<!\w)['"].*['"]""")  # greedy: what is quoted may hold quotes
 README = """\
 Made by `stateroom doctor --bundle`, {when}.
 
@@ -106,7 +108,7 @@ def parts(found: Sequence[Check], settings: list[dict[str, Any]]) -> dict[str, b
         secrets.token_bytes(16),
         places(),
         persons(),
-        (name for name in (*running.names(), *key_names()) if name not in OURS),
+        (name for name in (*running.names(), *key_names(), *configured_names()) if name not in OURS),
     )
     when = time.strftime("%Y-%m-%d %H:%M:%S %z")
     contents = "\n".join(f"{name:20}{what}" for name, what in CONTENTS.items())
@@ -124,7 +126,7 @@ def parts(found: Sequence[Check], settings: list[dict[str, Any]]) -> dict[str, b
 
 def versions(redactor: Redactor) -> dict[str, Any]:
     """Of what we need, and of what brings the models, at that."""
-    needed = [each for name in ("stateroom", "mlx-lm", "mlx") for each in (name, *(requires(name) or []))]
+    needed = [each for name in ("stateroom", "mlx-lm", "mlx") for each in (name, *_requires(name))]
     wanted = {_plain(each) for each in needed}
     installed = {each.name: each.version for each in distributions() if _plain(each.name) in wanted}
     return {
@@ -133,6 +135,13 @@ def versions(redactor: Redactor) -> dict[str, Any]:
         "mac": platform.mac_ver()[0],
         "packages": dict(sorted(installed.items())),
     }
+
+
+def _requires(name: str) -> list[str]:
+    try:
+        return requires(name) or []
+    except PackageNotFoundError:  # which is then what is wrong
+        return []
 
 
 def _plain(requirement: str) -> str:
@@ -146,6 +155,8 @@ def _plain(requirement: str) -> str:
 def _findings(redactor: Redactor, found: Sequence[Check]) -> dict[str, Any]:
     made = told(found)
     for check in made["checks"]:
+        if check["name"] == "configuration":  # what is wrong there is quoted
+            check["finding"] = QUOTED.sub(lambda text: redactor.name(text[0]), check["finding"])
         check["finding"] = redactor.text(check["finding"])
         check["advice"] = None if check["advice"] is None else redactor.text(check["advice"])
     return made

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from stateroom.client import Room, connect
-from stateroom.client.errors import ClientError, StateroomError
-from stateroom.client.paths import home_dir, runtime_dir
+from stateroom.client.errors import BadConfig, BadEndpoint, ClientError, StateroomError
+from stateroom.client.paths import home_dir, read_config, runtime_dir
 from stateroom.client.protocol import RequestInfo, SessionInfo
 from stateroom.client.wire import to_wire
 from stateroom.daemon.doctor.places import endpoint
@@ -73,6 +73,16 @@ def key_names() -> list[str]:
         return list(Keys(home_dir() / KEYS_NAME).clients())
     except (OSError, Leave):
         return []
+
+
+def configured_names() -> list[str]:
+    """The apps that the configuration file names, though it be wrong."""
+    with suppress(BadConfig, BadEndpoint):
+        file = read_config()
+        values = {} if file is None else file.values
+        tables = [value for value in (values.get("weight"), values.get("quota")) if isinstance(value, dict)]
+        return [str(values.get("app", "")), *(app for table in tables for app in table)]
+    return []
 
 
 def ask() -> Running:

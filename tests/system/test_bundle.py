@@ -79,7 +79,8 @@ def test_a_bundle_has_what_helps_and_nothing_that_was_said(daemon: RunningDaemon
     assert stateroom(env, "keys", "client", KEY, "--out", str(tmp_path / "client.key")).returncode == 0
     secrets = json.loads((tmp_path / "client.key").read_text())
     home = Path(env["STATEROOM_HOME"])
-    (home / "config.toml").write_text(f'weight = {{ {WEIGHTED} = 2.0 }}\nkv-budget = "1GiB"\n')
+    weights = f"weight = {{ {WEIGHTED} = 2.0 }}\n"
+    (home / "config.toml").write_text(f'{weights}kv-budget = "1GiB"\n[quota.{WEIGHTED}]\nsessions = 9\n')
     (home / "logs" / "service.log").write_text(
         "Fatal Python error: Aborted\n\nThread 0x00007f0000000000 (most recent call first):\n"
         f'  File "{env["HOME"]}/lib/python3.11/site-packages/stateroom/daemon/x.py", line 7 in step\n'
@@ -149,7 +150,7 @@ def helps(parts: dict[str, str]) -> None:
 def test_a_bundle_without_a_daemon(tmp_path: Path) -> None:
     """Where all is wrong that can be, a bundle is wanted most."""
     (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "config.toml").write_text("nonsense")
+    (tmp_path / "home" / "config.toml").write_text(f"[quota.{WEIGHTED}]\nsessions = '{PROMPT}'\n")
     env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "STATEROOM_RUNTIME_DIR": f"{tmp_path}/run"}
     env["STATEROOM_HOME"] = f"{tmp_path}/home"
     done = stateroom(env, "doctor", "--bundle", str(tmp_path / "b.tar.gz"))
@@ -158,4 +159,6 @@ def test_a_bundle_without_a_daemon(tmp_path: Path) -> None:
     assert json.loads(parts["stateroom-bundle/daemon.json"])["answers"] == "NoDaemon"
     checks = json.loads(parts["stateroom-bundle/doctor.json"])["checks"]
     assert [check["state"] for check in checks if check["name"] == "configuration"] == ["problem"]
-    assert str(tmp_path) not in b"".join(parts.values()).decode()
+    everything = b"".join(parts.values()).decode()
+    assert str(tmp_path) not in everything
+    assert [word for word in WORDS if word in everything.lower()] == []
