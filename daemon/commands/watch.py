@@ -13,6 +13,7 @@ import typer
 from stateroom.client import connect
 from stateroom.client.errors import Disconnected, ShuttingDown
 from stateroom.client.protocol import Event
+from stateroom.daemon.commands import completing
 from stateroom.daemon.commands.options import COMMANDS_APP, AsJson, Endpoint
 from stateroom.daemon.commands.terminal import plain, size
 from stateroom.daemon.exits import FAILED, Leave
@@ -23,7 +24,11 @@ STATS_MIN_S, STATS_MAX_S = 0.1, 3600.0  # as the protocol has it
 Only = Annotated[
     str | None,
     typer.Option(
-        "--app", metavar="APP", help="Of sessions, those of this owner alone.", show_default="all owners"
+        "--app",
+        metavar="APP",
+        help="Of sessions, those of this owner alone.",
+        show_default="all owners",
+        autocompletion=completing.apps,
     ),
 ]
 Stats = Annotated[
