@@ -32,7 +32,7 @@ FILES = (
     "Makefile",
     ".gitignore",
 )
-BUILD_ONLY = {"deploy/hatch_build.py", "deploy/setup.sh"}
+BUILD_ONLY = {"deploy/hatch_build.py", "deploy/setup.sh", "deploy/check_on_mac.sh"}
 STEP_S = 300
 
 
