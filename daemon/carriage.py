@@ -305,7 +305,7 @@ class Carriage:
                 result = done.result()
             except Exception as error:
                 failed()
-                self._reply(ticket, self._refusal(error).body())
+                self._reply(ticket, self._refusal(error, ticket.rid).body())
             else:
                 then(result)
 
@@ -315,7 +315,7 @@ class Carriage:
         if ticket.state is not RequestState.DONE:  # its client may have gone
             self._end(ticket, body)
 
-    def _refusal(self, error: BaseException) -> StateroomError:
+    def _refusal(self, error: BaseException, rid: int) -> StateroomError:
         if isinstance(error, StateroomError):
             return error
         if isinstance(error, refusals.Missing):
@@ -333,8 +333,9 @@ class Carriage:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return Capacity("The daemon's disk is full.", free_bytes=0, retry_after_s=RETRY_AFTER_S)
         name = incident()
-        self._log.error("internal error", incident=name, exc_info=error)
-        return Internal(f"A file could not be moved; the daemon's log tells more at {name}.", incident=name)
+        self._log.error("internal error", incident=name, rid=rid, exc_info=error)
+        message = f"A file could not be moved; the daemon's log tells more at {name}."
+        return Internal(message, incident=name, rid=rid)
 
     def vanish(self, peer: Peer) -> None:
         """A client is gone, and what it had under way."""
