@@ -31,6 +31,7 @@ from stateroom.daemon.commands.sessions import close, park, verify
 from stateroom.daemon.commands.snapshots import export, forget, import_, restore, save, snapshots
 from stateroom.daemon.commands.stats import stats
 from stateroom.daemon.commands.stop import stop
+from stateroom.daemon.commands.terminal import plain
 from stateroom.daemon.commands.top import top
 from stateroom.daemon.commands.trace import trace
 from stateroom.daemon.commands.version import version
@@ -131,7 +132,7 @@ def in_words(error: OSError) -> str:
 def failed(message: str, code: int) -> int:
     if COMPLETING not in os.environ:  # else it would stand in the middle of what is typed
         with contextlib.suppress(OSError):
-            sys.stderr.write(f"{NAME}: {message}\n")
+            sys.stderr.write(f"{NAME}: {plain(message)}\n")
     if code in PERMANENT and os.environ.get(SERVICE_VARIABLE) == LAUNCHD:
         return OK  # so that it isn't tried again for ever
     return code

@@ -11,14 +11,13 @@ from tempfile import NamedTemporaryFile
 from typing import Annotated, Any, cast
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
 from stateroom.client.paths import default_endpoint, home_dir
 from stateroom.daemon import settings
 from stateroom.daemon.commands.options import AsJson
-from stateroom.daemon.commands.terminal import err, out, plain
+from stateroom.daemon.commands.terminal import cell, err, out
 from stateroom.daemon.exits import CONFIG, FAILED, Leave
 from stateroom.daemon.settings.known import COMMANDS, HOME, variable_of
 from stateroom.daemon.settings.template import template
@@ -63,7 +62,7 @@ def show(context: typer.Context, options: Options = None, as_json: AsJson = Fals
         table.add_column(heading, overflow="fold")
     for each in held:
         style = "dim" if each.origin == "default" else None
-        table.add_row(*(escape(plain(text)) for text in (each.name, each.shown, each.where)), style=style)
+        table.add_row(*(cell(text) for text in (each.name, each.shown, each.where)), style=style)
     out.print(table)
 
 

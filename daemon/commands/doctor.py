@@ -11,7 +11,7 @@ import typer
 from stateroom.client.errors import BadConfig, BadEndpoint
 from stateroom.daemon.commands.config import holding
 from stateroom.daemon.commands.options import AsJson
-from stateroom.daemon.commands.terminal import err, out
+from stateroom.daemon.commands.terminal import err, out, plain
 from stateroom.daemon.doctor.check import Check
 
 MARKS = {"pass": "[green]✓[/green]", "note": "[yellow]•[/yellow]", "problem": "[red]✗[/red]"}
@@ -66,6 +66,6 @@ def settings(context: typer.Context) -> list[dict[str, object]]:
 
 def show(check: Check) -> None:
     out.print(MARKS[check.state], check.name.ljust(NAME_WIDTH), end=" ")
-    out.print(check.finding, markup=False, soft_wrap=True)
+    out.print(plain(check.finding), markup=False, soft_wrap=True)
     if check.advice:
-        out.print(" " * (NAME_WIDTH + 2), "→", check.advice, markup=False, soft_wrap=True)
+        out.print(" " * (NAME_WIDTH + 2), "→", plain(check.advice), markup=False, soft_wrap=True)

@@ -15,6 +15,7 @@ from stateroom.daemon.log_file import log_path
 
 LINES = 20
 FIRST = ("timestamp", "level", "event")  # what every line begins with
+STACKS = ("exception", "stack")
 COLOURS = {"warning": "yellow", "error": "red"}
 
 
@@ -45,12 +46,16 @@ def _show(line: str, as_json: bool) -> None:
         typer.echo(plain(line.rstrip("\n")))
         return
     when, level, event = (str(entry.pop(name, "")) for name in FIRST)
-    rest = " ".join(
-        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in entry.items()
-    )
+    rest = " ".join(f"{name}={_told(name, value)}" for name, value in entry.items())
     out.print(
         plain(f"{when[:19]} {level:7} {event:16} {rest}"),
         style=COLOURS.get(level, ""),
         soft_wrap=True,
         markup=False,
     )
+
+
+def _told(name: str, value: object) -> str:
+    """Text as it is where it can't be taken for another entry; a stack has lines."""
+    bare = isinstance(value, str) and (name in STACKS or value.isprintable())
+    return str(value) if bare else json.dumps(value)

@@ -7,13 +7,12 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from stateroom.client import connect
 from stateroom.client.protocol import SessionInfo
 from stateroom.daemon.commands.options import COMMANDS_APP, App, AsJson, Endpoint
-from stateroom.daemon.commands.terminal import age, err, out, plain, size
+from stateroom.daemon.commands.terminal import age, cell, err, out, plain, size
 
 ID_SHOWN = 8  # characters of an id that the table has room for; --json has all of it
 
@@ -52,10 +51,10 @@ def table(sessions: list[SessionInfo], *, owners: bool = False) -> Table:
         made.add_column(heading, justify="right", no_wrap=True)
     for session in sorted(sessions, key=lambda session: session.idle_s):
         made.add_row(
-            *([escape(plain(session.owner))] if owners else []),
+            *([cell(session.owner)] if owners else []),
             session.session[:ID_SHOWN],
-            escape(session.name or ""),
-            escape(session.model),
+            cell(session.name or ""),
+            cell(session.model),
             stored_as(session),
             state(session),
             session.waiting or "",

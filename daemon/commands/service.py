@@ -23,7 +23,7 @@ from stateroom.client.paths import (
 from stateroom.daemon.commands.config import taken_by
 from stateroom.daemon.commands.following import last_lines
 from stateroom.daemon.commands.options import AsJson
-from stateroom.daemon.commands.terminal import err, out, plain
+from stateroom.daemon.commands.terminal import err, out, plain, say
 from stateroom.daemon.config import parse_bytes
 from stateroom.daemon.exits import CONFIG, FAILED, RUNNING, Leave
 from stateroom.daemon.lock import LOCK_NAME, holder
@@ -73,7 +73,7 @@ def install(
     service = Service(given, socket=socket_path(more or []) if activate else None)
     refuse_another_daemon()
     _show(_done(lambda: manager().install(service)))
-    out.print(f"log: {service.log}", soft_wrap=True)
+    say(f"log: {service.log}")
 
 
 @app.command()
@@ -101,10 +101,11 @@ def show(
         service = replace(service, socket=socket_path(more or [], where))
     files = manager().files(service, owner)
     for path, text in files.items():
-        err.print(str(path), soft_wrap=True)
+        err.print(str(path), markup=False, soft_wrap=True)
         typer.echo(f"# {path}\n{text}" if len(files) > 1 else text)
     if owner is not None and runtime_dir() != service.runtime:
-        err.print(f"Its clients find it with STATEROOM_RUNTIME_DIR={service.runtime}", soft_wrap=True)
+        where = f"STATEROOM_RUNTIME_DIR={service.runtime}"
+        err.print(f"Its clients find it with {where}", markup=False, soft_wrap=True)
 
 
 def arguments(model: list[str] | None, kv_budget: str | None, more: list[str] | None) -> tuple[str, ...]:
@@ -233,8 +234,8 @@ def _show(found: Status) -> None:
         state += "; its first client starts it" if not found.running else ", started for a client"
     out.print(f"{'installed' if found.installed else 'not installed'}, {state}")
     if found.installed:
-        out.print(str(Path(found.where)), soft_wrap=True)
+        say(found.where)
     if found.last_exit is not None:
-        out.print(f"last exit: {found.last_exit}")
+        say(f"last exit: {found.last_exit}")
     if found.note:
-        err.print(found.note)
+        err.print(plain(found.note), markup=False)

@@ -20,7 +20,7 @@ from stateroom.client.protocol import SnapshotInfo, Snapshots, SnapshotsResult
 from stateroom.daemon.commands import completing
 from stateroom.daemon.commands.options import COMMANDS_APP, App, AsJson, Endpoint, Model
 from stateroom.daemon.commands.sessions import Ref, session_of, shown
-from stateroom.daemon.commands.terminal import age, err, out, plain, receipt_line, say, size
+from stateroom.daemon.commands.terminal import age, cell, err, out, plain, receipt_line, say, size
 from stateroom.daemon.exits import FAILED, Leave
 
 ID_SHOWN = 8  # characters of an id, as in `ps`
@@ -87,8 +87,8 @@ def table(kept: list[SnapshotInfo]) -> Table:
         made.add_column(heading, justify="right", no_wrap=True)
     for each in sorted(kept, key=lambda each: each.age_s):
         made.add_row(
-            escape(each.snapshot),
-            escape(each.model),
+            cell(each.snapshot),
+            cell(each.model),
             (each.session or "")[:ID_SHOWN],
             str(each.length),
             size(each.bytes),

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from stateroom.client import connect
 from stateroom.client.protocol import StatsResult
 from stateroom.daemon.commands.options import COMMANDS_APP, AsJson, Endpoint
-from stateroom.daemon.commands.terminal import age, out, plain, size
+from stateroom.daemon.commands.terminal import age, cell, out, size
 
 # Figures by what they are of, in the order in which they are shown. Behind a name, those that it consists of;
 # a counter's own parts (`requests.decode.ok`) are known by their names.
@@ -87,8 +86,8 @@ def stats(as_json: AsJson = False, endpoint: Endpoint = None) -> None:
         out.print(f"[bold]{title}[/bold]")
         out.print(_table(lines))
     for model in result.models:
-        failure = f": {plain(model['failure'])}" if model.get("failure") else ""
-        out.print(f"[bold]{escape(model['id'])}[/bold] is {model['state']}{escape(failure)}")
+        failure = f": {model['failure']}" if model.get("failure") else ""
+        out.print(f"[bold]{cell(model['id'])}[/bold] is {cell(model['state'] + failure)}")
         out.print(_table(list(of_model(model))))
 
 
@@ -98,7 +97,7 @@ def _table(lines: list[Line]) -> Table:
     made.add_column(justify="right", no_wrap=True, min_width=10)
     made.add_column(style="dim")
     for line in lines:
-        made.add_row(f"  {escape(plain(line.name))}", escape(plain(line.figure)), escape(plain(line.parts)))
+        made.add_row(f"  {cell(line.name)}", cell(line.figure), cell(line.parts))
     return made
 
 

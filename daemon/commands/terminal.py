@@ -5,20 +5,29 @@ from __future__ import annotations
 import sys
 
 from rich.console import Console
+from rich.markup import escape
 
 from stateroom.client.protocol import Receipt
+from stateroom.daemon.top.words import clean
 
 WIDE = 1_000  # columns of what is no terminal: programs read it, and nothing is cut or wrapped
 
-out = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else WIDE)
-err = Console(stderr=True, highlight=False)
+out = Console(
+    highlight=False, emoji=False, width=None if sys.stdout is not None and sys.stdout.isatty() else WIDE
+)
+err = Console(stderr=True, highlight=False, emoji=False)
 
 _CONTROL = {code: "�" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
 def plain(text: str) -> str:
-    """A model's text without control characters: it must not be able to drive the terminal."""
+    """Text of others' without control characters: it must not be able to drive the terminal."""
     return text.translate(_CONTROL)
+
+
+def cell(text: str) -> str:
+    """Text of others' in a table: also on one line, and taken for no markup."""
+    return escape(clean(text))
 
 
 def write(text: str) -> None:

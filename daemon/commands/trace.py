@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from stateroom.client import connect
@@ -17,7 +16,7 @@ from stateroom.client.protocol import RequestInfo
 from stateroom.client.room import Room
 from stateroom.daemon.chrome import events
 from stateroom.daemon.commands.options import COMMANDS_APP, AsJson, Endpoint
-from stateroom.daemon.commands.terminal import age, err, out, plain, say
+from stateroom.daemon.commands.terminal import age, cell, err, out, plain, say
 from stateroom.daemon.exits import CONFIG, FAILED, Leave
 from stateroom.daemon.timeline import PLAIN, drawn, listed
 
@@ -119,8 +118,8 @@ def table(requests: list[RequestInfo]) -> Table:
             str(info.rid),
             age(info.age_s),
             "" if info.ms is None else f"{info.ms:,.0f} ms",
-            escape(info.op),
-            escape(plain(info.owner)),
+            cell(info.op),
+            cell(info.owner),
             (info.session or "")[:ID_SHOWN],
             info.code or (f"waits for {info.waiting}" if info.waiting else info.state),
         )

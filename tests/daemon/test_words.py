@@ -10,15 +10,28 @@ from typing import Any
 
 import pytest
 
-from stateroom.client.protocol import Event, KindCaps, SessionInfo, SnapshotInfo, StatsResult, VerifyResult
-from stateroom.daemon.commands import in_words
+from stateroom.client.protocol import (
+    Event,
+    KindCaps,
+    RequestInfo,
+    SessionInfo,
+    SnapshotInfo,
+    StatsResult,
+    VerifyResult,
+)
+from stateroom.daemon.commands import failed, in_words
+from stateroom.daemon.commands.doctor import show as show_check
+from stateroom.daemon.commands.logs import _show as show_entry
 from stateroom.daemon.commands.ps import state, stored_as
+from stateroom.daemon.commands.ps import table as sessions_table
 from stateroom.daemon.commands.sessions import verdict
 from stateroom.daemon.commands.snapshots import table
 from stateroom.daemon.commands.stats import GROUPS, figure, grouped
-from stateroom.daemon.commands.terminal import plain
+from stateroom.daemon.commands.terminal import out, plain
+from stateroom.daemon.commands.trace import table as requests_table
 from stateroom.daemon.commands.watch import WORDS, in_json
 from stateroom.daemon.commands.watch import in_words as event_in_words
+from stateroom.daemon.doctor.check import Check
 from stateroom.daemon.doctor.running import journal, kv
 from stateroom.daemon.families import GAUGES
 from stateroom.daemon.metrics import NAMES, REASONS
@@ -70,6 +83,37 @@ def test_snapshots_are_listed_the_newest_first() -> None:
 
 def test_no_text_can_drive_the_terminal() -> None:
     assert plain("a\x1b[31mb\tc\nd\x9b") == "a�[31mb\tc\nd�"
+
+
+EVIL = "a\x1b]0;b\x07\nc[red]:bomb:\x9b"  # what a client may call itself
+TAMED = "a�]0;b� c[red]:bomb:�"
+
+
+def test_no_name_drives_the_terminal_breaks_a_line_or_is_taken_for_markup(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    info = SessionInfo(session="s", owner=EVIL, model=EVIL)
+    asked = RequestInfo(rid=1, op=EVIL, owner=EVIL, state="done", code="ok")
+    snapshot = SnapshotInfo(snapshot="s", model=EVIL)
+    for shown, times in (
+        (sessions_table([info], owners=True), 2),
+        (requests_table([asked]), 2),
+        (table([snapshot]), 1),
+    ):
+        with out.capture() as printed:
+            out.print(shown)
+        assert printed.get().count(TAMED) == times
+        assert len(printed.get().splitlines()) == 2  # the headings, and one
+    with out.capture() as printed:
+        show_check(Check("engine", "problem", EVIL, EVIL))
+        show_entry(json.dumps({"timestamp": "now", "level": "info", "event": "hello", "app": EVIL}), False)
+        show_entry(json.dumps({"level": "error", "event": "bug", "exception": "two\nlines"}), False)
+    assert "\x1b" not in printed.get()
+    assert printed.get().count(":bomb:") == 3
+    assert 'app="a\\u001b]0;b\\u0007\\nc[red]:bomb:\\u009b"' in printed.get()
+    assert "exception=two\nlines" in printed.get()
+    assert failed(EVIL, 1) == 1
+    assert "\x1b" not in capsys.readouterr().err
 
 
 def test_the_doctor_tells_of_memory() -> None:
