@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 
 import typer
@@ -12,6 +13,8 @@ from stateroom.daemon.exits import Leave
 from stateroom.daemon.models import list_installed
 
 ASK_S = 0.5  # for the daemon's answer: somebody waits with a finger on the key
+# What is offered of others' names: zsh evaluates it in double quotes, bash and fish type it as it is.
+HARMLESS = re.compile(r"[\w./@][\w./:@+,=-]*")
 
 
 def installed_models() -> list[str]:
@@ -44,6 +47,6 @@ def _asked(context: typer.Context, question: Callable[[Room], Iterable[str]]) ->
     endpoint, patience = context.params.get("endpoint"), Timeouts(call_s=ASK_S)
     try:
         with connect(endpoint, app=app, timeout_s=ASK_S, timeouts=patience) as room:
-            return sorted(question(room))
+            return sorted(filter(HARMLESS.fullmatch, question(room)))
     except (ClientError, StateroomError, OSError):
         return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from tests.daemon.rig import Rig
 from typer.core import TyperGroup
 from typer.testing import CliRunner
 
@@ -151,3 +153,15 @@ def test_installed_models_are_offered(tmp_path: Path) -> None:
             "demo",
             "mine",
         ]
+
+
+def test_no_shell_is_offered_what_it_could_obey(rig: Rig) -> None:
+    """A shell evaluates what it is offered (zsh: in double quotes), and names of apps are anybody's."""
+    for app in ("plain", "key/app.2:b", "\\$(touch x)", '";x', "a\nb", "`x`", "two words", "-x"):
+        rig.client(app=app).ask("open")
+    asked = {
+        "STATEROOM_ENDPOINT": rig.endpoint,
+        "_STATEROOM_COMPLETE": "complete_zsh",
+        "_TYPER_COMPLETE_ARGS": "stateroom ps --app ",
+    }
+    assert set(re.findall(r'"([^"]*)"', completed(**asked))) == {"plain", r"key/app.2\\:b"}
