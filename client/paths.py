@@ -106,12 +106,14 @@ def read_config() -> ConfigFile | None:
     import tomllib  # most clients have no file
 
     try:
-        text = data.decode()
+        text = data.decode("utf-8-sig")  # some editors write a mark of the byte order
         return ConfigFile(path, text, tomllib.loads(text))
     except UnicodeDecodeError as error:
         raise BadConfig(f"{path} is not in UTF-8: {error.reason} at byte {error.start}.") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # what TOML is not, and whole numbers of thousands of digits
         raise BadConfig(f"{path} is no TOML: {error}.") from None
+    except RecursionError:
+        raise BadConfig(f"{path} can't be read: its tables or lists are nested too deeply.") from None
 
 
 def _refuse_foreign(path: Path, about: os.stat_result) -> None:
@@ -147,11 +149,13 @@ def check_endpoint(endpoint: str) -> None:
     """Refuses what ZeroMQ would refuse later and less clearly.
 
     Raises:
-        BadEndpoint: no `ipc://` or `tcp://` endpoint, or an ipc path that the kernel has no room for; the
-            message names the path, its length in bytes, the limit and the way out.
+        BadEndpoint: no `ipc://` or `tcp://` endpoint, one with control characters, or an ipc path that the
+            kernel has no room for; the message names the path, its length in bytes, the limit and the way out.
     """
     if not endpoint.startswith(_SCHEMES):
         raise BadEndpoint(f"{endpoint!r} is no endpoint; it would look like ipc:///run/stateroom.sock.")
+    if any(character < " " for character in endpoint):  # at a NUL the kernel would take the path to end
+        raise BadEndpoint(f"{endpoint!r} is no endpoint; there are control characters in it.")
     if not endpoint.startswith(_IPC):
         return
     path = endpoint.removeprefix(_IPC)

@@ -17,6 +17,7 @@ from stateroom.daemon.scheduler.fairness import WEIGHT_MAX, WEIGHT_MIN
 
 STATE_NAME = "state"  # below the home: the catalog, snapshots
 WORKER_COMMAND = (sys.executable, "-m", "stateroom.daemon.engine.worker")
+SIZE_MAX = 2**50  # bytes
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -95,10 +96,12 @@ def parse_bytes(text: str) -> int:
     if found is None or (found[3] and not found[2]):
         raise Leave(CONFIG, f"{text!r} is no size; write it like 8GiB or 500MB.")
     unit = _BINARY[found[2]] if found[3] else _UNITS[found[2]]
-    size = int(float(found[1]) * unit)
-    if size <= 0:
+    size = float(found[1]) * unit
+    if size < 1:
         raise Leave(CONFIG, f"A size of {text!r} leaves no room for anything.")
-    return size
+    if size > SIZE_MAX:
+        raise Leave(CONFIG, "A size is 1024 TiB at the most, which no machine has.")
+    return int(size)
 
 
 def parse_weights(given: list[str]) -> tuple[tuple[str, float], ...]:

@@ -86,6 +86,8 @@ def examine() -> tuple[Settings, list[str]]:
         except Wrong as wrong:
             place = (name, *wrong.place)
             problems.append((lines.get(place, line), f"{'.'.join(place)} {wrong.message}"))
+        except ValueError:  # of 0xfff…, which TOML takes and Python then can't write
+            problems.append((line, f"{name} has a number of thousands of digits."))
     return Settings(file.path, values, at), [f"{file.path}:{line}: {said}" for line, said in sorted(problems)]
 
 

@@ -6,6 +6,9 @@ import tomllib
 from collections.abc import Iterator
 from typing import Any
 
+PARSED_MAX = 2**20  # characters read again and again: where that is too little, no further line is told
+DEPTH_MAX = 4  # of tables; ours have 3
+
 Place = tuple[str, ...]  # a key and the tables around it: ("quota", "editor", "sessions")
 
 
@@ -17,12 +20,15 @@ def lines_of(text: str) -> dict[Place, int]:
     """
     found: dict[Place, int] = {}
     table: Place = ()
-    begun, first = "", 1
+    begun, first, parsed = "", 1, 0
     for number, line in enumerate(text.split("\n"), 1):
         begun += f"{line}\n"
+        parsed += len(begun)
+        if parsed > PARSED_MAX:
+            break
         try:
             said = tomllib.loads(begun)
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             continue
         places = list(_places(said))
         if begun.lstrip().startswith("["):
@@ -39,5 +45,5 @@ def lines_of(text: str) -> dict[Place, int]:
 def _places(values: dict[str, Any], above: Place = ()) -> Iterator[Place]:
     for name, value in values.items():
         yield (*above, name)
-        if isinstance(value, dict):
+        if isinstance(value, dict) and len(above) < DEPTH_MAX:
             yield from _places(value, (*above, name))
