@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from stateroom.client.paths import default_endpoint, home_dir
 from stateroom.daemon import settings
 from stateroom.daemon.commands.options import AsJson
+from stateroom.daemon.commands.serve import refuse
 from stateroom.daemon.commands.terminal import cell, err, out
 from stateroom.daemon.exits import CONFIG, FAILED, Leave
 from stateroom.daemon.settings.known import COMMANDS, HOME, variable_of
@@ -95,6 +96,7 @@ def check(context: typer.Context, options: Options = None) -> None:
         err.print(f"stateroom: {problem}", markup=False, soft_wrap=True)
     if problems:
         raise Leave(CONFIG, problems[-1])
+    refuse(taken_by("serve", options or [], context).params)
     list(holding(context, options or []))
     _note_strange_variables()
     there = settings.config_path()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -317,24 +317,14 @@ def serve(
     from stateroom.daemon.serve import serve as run
     from stateroom.daemon.wakefulness import keeper_of
 
-    try:
-        where = endpoint or default_endpoint()
-        check_endpoint(where)
-    except BadEndpoint as error:
-        raise Leave(CONFIG, str(error)) from error
-    keys_dir = home_dir() / KEYS_NAME
-    check_public(where, insecure_loopback)
-    if listen is not None:
-        check_second(listen, insecure_loopback)
-    if not insecure_loopback:
-        Keys(keys_dir).pair_for(where, listen)
+    where = listened_at(endpoint, listen, insecure_loopback)
     path = ipc_path(where)
     config = Config(
         endpoint=where if path is None else f"ipc://{path}",
         runtime_dir=runtime_dir(),
         models_dir=models_dir(),
         state_dir=home_dir() / STATE_NAME if keep else None,
-        keys_dir=keys_dir,
+        keys_dir=home_dir() / KEYS_NAME,
         activated=activated,
         listen=listen,
         insecure_loopback=insecure_loopback,
@@ -358,6 +348,31 @@ def serve(
         disk_free_bytes=parse_bytes(disk_free) if disk_free else None,
     )
     raise typer.Exit(run(config))
+
+
+def refuse(options: Mapping[str, Any]) -> None:
+    """Raises: Leave: what `serve` would refuse of its options, though each of them could be."""
+    listened_at(options["endpoint"], options["listen"], options["insecure_loopback"])
+    readable_specs(options["model"] or [], models_dir())
+
+
+def listened_at(endpoint: str | None, listen: str | None, insecure: bool) -> str:
+    """The endpoint, once it and a second one are what can be listened at, and the keys for that are there.
+
+    Raises:
+        Leave: they aren't.
+    """
+    try:
+        where = endpoint or default_endpoint()
+        check_endpoint(where)
+    except BadEndpoint as error:
+        raise Leave(CONFIG, str(error)) from error
+    check_public(where, insecure)
+    if listen is not None:
+        check_second(listen, insecure)
+    if not insecure:
+        Keys(home_dir() / KEYS_NAME).pair_for(where, listen)
+    return where
 
 
 def check_public(endpoint: str, insecure: bool) -> None:

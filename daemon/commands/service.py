@@ -23,6 +23,7 @@ from stateroom.client.paths import (
 from stateroom.daemon.commands.config import taken_by
 from stateroom.daemon.commands.following import last_lines
 from stateroom.daemon.commands.options import AsJson
+from stateroom.daemon.commands.serve import refuse
 from stateroom.daemon.commands.terminal import err, out, plain, say
 from stateroom.daemon.config import parse_bytes
 from stateroom.daemon.exits import CONFIG, FAILED, RUNNING, Leave
@@ -69,8 +70,9 @@ def install(
     stateroom service install --model demo -- --metrics-port 9464
     """
     given = arguments(model, kv_budget, more)
-    taken_by("serve", given, context)  # with the file: what can't work is refused here
+    taken = taken_by("serve", given, context).params  # with the file: what can't work is refused here
     service = Service(given, socket=socket_path(more or []) if activate else None)
+    refuse(taken)
     refuse_another_daemon()
     _show(_done(lambda: manager().install(service)))
     say(f"log: {service.log}")

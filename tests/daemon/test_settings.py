@@ -360,6 +360,31 @@ def test_check_tells_all_problems_and_notes_strange_variables(file: Path) -> Non
     assert CliRunner().invoke(commands.app, ["serve", "--rows-max", "0"]).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('listen = "ipc:///tmp/x.sock"', "--listen takes tcp://"),
+        ('endpoint = "inproc://x"', "listens on ipc:// or tcp://"),
+        ('endpoint = "ipc://@x"', "open to every user"),
+        ('listen = "tcp://127.0.0.1:5555"', "stateroom keys init"),
+        ('endpoint = "tcp://0.0.0.0:5555"\ninsecure-loopback = true', "on this machine alone"),
+        ('model = "/nowhere/model"', "There is no model at /nowhere/model"),
+    ],
+)
+def test_what_serve_would_refuse_is_not_well(
+    file: Path, text: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is a service installed that could only leave."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    write(file, text)
+    for arguments in (["config", "check"], ["serve"], ["service", "install"]):
+        done = CliRunner().invoke(commands.app, arguments)
+        assert isinstance(done.exception, Leave), arguments
+        assert said in done.exception.message, arguments
+        assert done.exception.code == CONFIG
+    assert config("show").exit_code == 0
+
+
 @pytest.mark.parametrize("text", ["rows = 1\n", "rows-max\n"])
 def test_a_wrong_file_stops_what_needs_it_and_nothing_else(
     file: Path, text: str, monkeypatch: pytest.MonkeyPatch
