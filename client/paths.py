@@ -150,7 +150,7 @@ def check_endpoint(endpoint: str) -> None:
 
     Raises:
         BadEndpoint: no `ipc://` or `tcp://` endpoint, one with control characters, or an ipc path that the
-            kernel has no room for; the message names the path, its length in bytes, the limit and the way out.
+            kernel has no room for; the message names it, its length in bytes, the limit and the way out.
     """
     if not endpoint.startswith(_SCHEMES):
         raise BadEndpoint(f"{endpoint!r} is no endpoint; it would look like ipc:///run/stateroom.sock.")
