@@ -9,13 +9,14 @@ from stateroom.daemon.top.columns import Column, cells, columns
 from stateroom.daemon.top.pages import details, help_page
 from stateroom.daemon.top.text import BAD, GOOD, HEAD, HERE, PLAIN, QUIET, STRONG, WARN, Line, line, spread
 from stateroom.daemon.top.view import Mode, View
-from stateroom.daemon.top.words import count_of, fit, interval, rate, size, span
+from stateroom.daemon.top.words import clean, count_of, fit, fit_within, interval, rate, size, span
 
 ENGINES_SHOWN = 3  # with more of them the table would have no room
 HEAD_LINES = 4  # beside those of engines
 ENGINE_HEAD = f"{'STATE':9}{'ROWS':>6}{'DECODE/S':>10}{'PREFILL/S':>11}{'STEP MS':>9}{'QUEUE':>7}"
 BAR_MIN, BAR_MAX = 8, 40  # cells
 PRESSURE = (("enough", GOOD), ("short", WARN), ("critical", BAD))
+OWNER_TAIL = 3  # characters of its end that stay in a question
 STATES = {"ready": GOOD, "failed": BAD, "silent": BAD}
 KEYS = "q quit  ? help  / filter  s r sort  k cancel  p park  x close  space pause"
 
@@ -154,7 +155,9 @@ def foot(board: Board, rows: list[Row], view: View, status: Status, width: int) 
     if view.mode is Mode.ASK and view.asking is not None:
         row = board.row(view.selected)
         name = "this session" if row is None else f"{row.title} of {row.session.owner}"
-        return line(width, (f"{view.asking.value} {name}? y or n", WARN))
+        before, after = f"{view.asking.value} ", "? y or n"
+        name = fit_within(clean(name), width - len(before + after), tail=OWNER_TAIL)
+        return line(width, (f"{before}{name}{after}", WARN))
     if view.mode is Mode.FILTER:
         return line(
             width, ("Filter: ", STRONG), view.filter, ("_", STRONG), ("  enter keeps it, esc drops it", QUIET)

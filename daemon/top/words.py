@@ -83,6 +83,11 @@ def clean(text: str) -> str:
     return text.translate(_CONTROL)
 
 
+def fit_within(text: str, width: int, *, tail: int = 0) -> str:
+    """As `fit`, of at most so many cells."""
+    return fit(text, min(cell_len(text), width), tail=tail)
+
+
 def fit(text: str, width: int, *, right: bool = False, tail: int = 0) -> str:
     """Text of exactly so many cells; what is too long loses what stands before its last `tail` characters."""
     width = max(width, 0)

@@ -142,6 +142,15 @@ def test_the_foot_asks_and_tells() -> None:
     assert foot(View(note="Done."), lost) == "No news for 12s, trying again. No daemon answers."
 
 
+def test_a_question_is_whole_however_long_the_names() -> None:
+    of = made(snapshot(session("n" * 64, owner="o\n漢" * 42)))
+    view = View(mode=Mode.ASK, asking=Act.CLOSE, selected=of.rows[0].id)
+    asked = screen(of, view)[-1]
+    assert asked.startswith("Close for good nnnnnn")
+    assert asked.endswith("…o 漢? y or n")
+    assert cell_len(asked) <= 80
+
+
 def test_an_empty_table_says_why() -> None:
     assert " No sessions." in screen(made(snapshot()))
     assert " No session has all these words." in screen(BOARD, View(filter="nobody"))
