@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from stateroom.client.protocol import Event, StatsResult, Watch, WatchResult
 from stateroom.client.wire import to_wire
 from stateroom.daemon.clock import Clock
 from stateroom.daemon.tickets import Ticket, Tickets
+
+FIGURES_MAX = 16  # watchers told the figures in one tick; some milliseconds, in which nothing else happens
+REST_S = 0.05  # until the next tick, at the least
 
 
 @dataclass(slots=True, eq=False)
@@ -65,16 +69,19 @@ class Watchers:
                 self._tell(watcher, replace(event, details=event.details | named))
 
     def tick(self) -> None:
-        """Sends the figures that are due."""
+        """Sends the figures that are due, the longest due first; of many, some wait for the next tick."""
         now_s = self._clock()
-        for watcher in list(self._watchers.values()):
-            every_s = watcher.watch.stats_every_s
-            if every_s is not None and now_s >= watcher.stats_due_s:
-                watcher.stats_due_s = now_s + every_s
-                self._tell(watcher, Event(event="stats", details=to_wire(self._stats(watcher.ticket.owner))))
-        due_s = min((w.stats_due_s for w in self._watchers.values() if w.watch.stats_every_s), default=None)
-        if due_s is not None:
-            self._wake(max(0.0, due_s - now_s))
+        wanted = [w for w in self._watchers.values() if w.watch.stats_every_s is not None]
+        due = sorted((w for w in wanted if now_s >= w.stats_due_s), key=lambda w: w.stats_due_s)
+        told: dict[str, dict[str, Any]] = {}  # by owner
+        for watcher in due[:FIGURES_MAX]:
+            watcher.stats_due_s = now_s + (watcher.watch.stats_every_s or 0)
+            owner = watcher.ticket.owner
+            if owner not in told:
+                told[owner] = to_wire(self._stats(owner))
+            self._tell(watcher, Event(event="stats", details=told[owner]))
+        if wanted:
+            self._wake(max(REST_S, min(w.stats_due_s for w in wanted) - now_s))
 
     def _tell(self, watcher: _Watcher, event: Event) -> None:
         if watcher.ticket.rid in self._watchers:  # telling one may have ended another of the same client
