@@ -48,7 +48,8 @@ CONTENTS = {
     "service.jsonl": "the end of what a service manager caught: where a crash was",
 }
 SUMMARY = "findings, versions, figures, settings and the ends of the logs, without content and names"
-QUOTED = re.compile(r"""(?<!\w)['"].*['"]""")  # greedy: what is quoted may hold quotes
+QUOTED = re.compile(r"""(?<!\w)['"].*(?:['"]|…)""")  # greedy: what is quoted may hold quotes; or is cut off
+QUOTING = ("configuration", "socket", "daemon")  # checks that quote what is wrong in the configuration
 README = """\
 Made by `stateroom doctor --bundle`, {when}.
 
@@ -155,7 +156,7 @@ def _plain(requirement: str) -> str:
 def _findings(redactor: Redactor, found: Sequence[Check]) -> dict[str, Any]:
     made = told(found)
     for check in made["checks"]:
-        if check["name"] == "configuration":  # what is wrong there is quoted
+        if check["name"] in QUOTING:
             check["finding"] = QUOTED.sub(lambda text: redactor.name(text[0]), check["finding"])
         check["finding"] = redactor.text(check["finding"])
         check["advice"] = None if check["advice"] is None else redactor.text(check["advice"])

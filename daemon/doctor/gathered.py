@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from stateroom.daemon.doctor.running import HELLO_S, not_started
 from stateroom.daemon.exits import Leave
 from stateroom.daemon.keys import KEYS_NAME, Keys
 from stateroom.daemon.log_file import OLDER_FILES, log_path
+from stateroom.daemon.settings.known import known
 from stateroom.deploy.service import LOG_NAME
 
 LOG_LINES = 2_000  # of the daemon's own log
@@ -76,12 +78,14 @@ def key_names() -> list[str]:
 
 
 def configured_names() -> list[str]:
-    """The apps that the configuration file names, though it be wrong."""
+    """The apps that the configuration file names, though it be wrong; and what it takes for settings."""
     with suppress(BadConfig, BadEndpoint):
         file = read_config()
         values = {} if file is None else file.values
         tables = [value for value in (values.get("weight"), values.get("quota")) if isinstance(value, dict)]
-        return [str(values.get("app", "")), *(app for table in tables for app in table)]
+        # One that is nearly a setting is a slip of the pen, and worth telling.
+        strange = [name for name in values if name not in known() and not get_close_matches(name, known())]
+        return [str(values.get("app", "")), *(app for table in tables for app in table), *strange]
     return []
 
 

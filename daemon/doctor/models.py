@@ -31,11 +31,20 @@ def models() -> Iterator[Check]:
     folder = models_dir()
     found = [(model.name, model.path) for model in list_installed(folder)]
     named = [*configuration.models(), *service.models()]
-    found += [(spec, Path(spec)) for spec in named if Path(spec).is_absolute()]
+    found += [(spec, path) for spec in named if (path := _local(spec)) is not None]
     if not found:
         yield noted("models", "none installed", "stateroom model add demo")
     for name, path in {path: (name, path) for name, path in found}.values():
         yield model(name, path)
+
+
+def _local(spec: str) -> Path | None:
+    """Where it is; None of one that isn't named by a whole path."""
+    try:
+        path = Path(spec).expanduser()
+    except RuntimeError:  # of no known user
+        return None
+    return path if path.is_absolute() else None
 
 
 def model(name: str, path: Path, limit_s: float = LOOK_S) -> Check:

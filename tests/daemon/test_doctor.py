@@ -20,7 +20,7 @@ from tests.tiny import write_tiny_model
 from stateroom.client.paths import IPC_PATH_BYTES_MAX
 from stateroom.daemon import models as installed
 from stateroom.daemon.config import STATE_NAME
-from stateroom.daemon.doctor import gathered, weights
+from stateroom.daemon.doctor import bundle, gathered, weights
 from stateroom.daemon.doctor.check import Check
 from stateroom.daemon.doctor.configuration import configuration
 from stateroom.daemon.doctor.device import device
@@ -357,6 +357,23 @@ def test_a_configuration_that_cannot_be_used(home: Path, monkeypatch: pytest.Mon
     assert "STATEROOM_ROWS_MAXX" in found.finding
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'rows-max = "of acme {"." * 80}"',
+        "[acme]\nsessions = 3",
+        "acme = 4",
+        'endpoint = "acme"',
+        "[quota]\nacme = 3",
+    ],
+)
+def test_a_bundle_has_no_names_of_a_configuration_that_is_wrong(home: Path, text: str) -> None:
+    (home / "config.toml").write_text(text)
+    found = [each for check in (configuration, socket_check, daemon) for each in check()]
+    assert any("acme" in check.finding for check in found)
+    assert "acme" not in b"".join(bundle.parts(found, []).values()).decode()
+
+
 # ---------------------------------------------------------------- models
 
 
@@ -400,6 +417,8 @@ def test_a_damaged_model(home: Path, how: str) -> None:
 def test_a_model_of_the_configuration_that_is_gone(home: Path) -> None:
     (home / "config.toml").write_text('model = ["/nowhere/tiny"]\n')
     wrong(one(models), "there is no /nowhere/tiny")
+    (home / "config.toml").write_text('model = ["~/models/qwen", "~nobody-of-that-name/x"]\n')
+    wrong(one(models), f"there is no {Path.home()}/models/qwen")
 
 
 def test_a_model_on_a_disk_that_does_not_answer(tmp_path: Path) -> None:
