@@ -1,6 +1,7 @@
 """The page that Prometheus reads: what `stats` gives, and histograms of times. On loopback, when asked for.
 
-A thread of the library's serves it; what it tells is read on the daemon's loop, so that it is of one moment.
+Threads of the library's serve it; what it tells is read on the daemon's loop, so that it is of one moment.
+Any user of this machine may come: few connections are held, none for long, and one page is made at a time.
 """
 
 from __future__ import annotations
@@ -8,21 +9,24 @@ from __future__ import annotations
 import asyncio
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TookTooLong
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from stateroom.client.protocol import StatsResult
@@ -44,6 +48,8 @@ from stateroom.daemon.timings import OF_ENGINE, Histogram, Timings
 
 LOOPBACK = "127.0.0.1"
 READ_S = 2.0  # for the loop to answer; it does within milliseconds
+CONNECTIONS_MAX = 32  # more are closed at once
+IDLE_S = 5.0  # for a client to send its request, or to take the answer
 STATES = (*(state.value for state in EngineState), "silent")
 
 
@@ -65,13 +71,58 @@ class Page:
     def __init__(self, port: int, read: Callable[[], Figures], loop: asyncio.AbstractEventLoop) -> None:
         registry = CollectorRegistry()
         registry.register(_Collector(read, loop))
-        self._server, self._thread = start_http_server(port, LOOPBACK, registry)
+        app, turn = make_wsgi_app(registry), threading.Lock()
+
+        def one_at_a_time(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+            with turn:  # else each of them would take its part of the time from the loop
+                pieces: Iterable[bytes] = app(environ, start_response)
+                return pieces
+
+        self._server = make_server(LOOPBACK, port, one_at_a_time, _Server, _Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
         self.port: int = self._server.server_port
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(READ_S)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = IDLE_S
+
+    def log_message(self, *told: object) -> None:
+        """Nothing: what is of interest is counted by who reads the page."""
+
+
+class _Server(ThreadingWSGIServer):
+    """A thread for each of `CONNECTIONS_MAX` connections."""
+
+    request_queue_size = CONNECTIONS_MAX
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._free = threading.BoundedSemaphore(CONNECTIONS_MAX)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hung up, or sends nothing, is no news."""
 
 
 class _Collector(Collector):

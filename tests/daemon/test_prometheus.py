@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import re
+import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from stateroom.client.protocol import StatsResult
 from stateroom.daemon.families import COUNTERS, families
 from stateroom.daemon.metrics import NAMES
-from stateroom.daemon.prometheus import LOOPBACK, Figures, Page
+from stateroom.daemon.prometheus import CONNECTIONS_MAX, LOOPBACK, Figures, Page, _Handler
 from stateroom.daemon.timings import SHORT_S, EngineTimings, Histogram, Spread, Timings, histograms
 
 STATS = StatsResult(
@@ -171,6 +172,26 @@ def test_a_port_that_is_taken(loop: asyncio.AbstractEventLoop) -> None:
         with pytest.raises(OSError, match="in use"):
             Page(page.port, figures, loop)
     finally:
+        page.close()
+
+
+def test_connections_that_say_nothing_are_few_and_end(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any user may connect: he takes no thread and no open file for longer than a page needs."""
+    monkeypatch.setattr(_Handler, "timeout", 0.5)
+    page = Page(0, lambda: Figures(STATS, Timings(), {}), loop)
+    before = threading.active_count()
+    silent = [socket.create_connection((LOOPBACK, page.port), 10.0) for _ in range(CONNECTIONS_MAX + 8)]
+    try:
+        # Those too many are closed at once, the others a little later.
+        assert [each.recv(1) for each in silent] == [b""] * len(silent)
+        assert threading.active_count() <= before + CONNECTIONS_MAX
+        with urllib.request.urlopen(f"http://{LOOPBACK}:{page.port}/metrics", timeout=10.0) as answer:
+            assert answer.status == 200
+    finally:
+        for each in silent:
+            each.close()
         page.close()
 
 
