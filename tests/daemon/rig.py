@@ -83,11 +83,15 @@ class Rig:
     def entries(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.log.getvalue().splitlines()]
 
+    def begin_to_stop(self) -> None:
+        """What `look` reads from here on, it reads of a broker that is stopping."""
+        self.loop.call_soon_threadsafe(self._stop.set)
+
     def stop(self) -> float:
         """Stops the broker and gives the seconds that took."""
         began = time.monotonic()
         if self._thread.is_alive():
-            self.loop.call_soon_threadsafe(self._stop.set)
+            self.begin_to_stop()
             self._thread.join(10)
             assert not self._thread.is_alive()
         return time.monotonic() - began

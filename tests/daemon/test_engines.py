@@ -487,15 +487,21 @@ def test_shutting_down_answers_everything(start_broker: StartBroker) -> None:
     watch = client.send("watch")
     superseded = client.send("decode", session=other, max_tokens=100_000)
     client.begun(superseded)
+    pid, late = ready(rig), rig.look(lambda broker: broker.supervisor.engine("late").pid)
+    os.kill(pid, signal.SIGSTOP)  # else the decode may end, and let the sync in, before the daemon stops
     waiting = client.send("sync", session=other, tokens=[1])
-    pids = [ready(rig), rig.look(lambda broker: broker.supervisor.engine("late").pid)]
     rig.until(lambda broker: len(broker.tickets) == 5)
+    rig.begin_to_stop()
+    assert not rig.look(lambda broker: broker.desk.admitting)
+    os.kill(pid, signal.SIGCONT)
     assert rig.stop() < 4.0
     assert client.final(running)["finish"] == "cancelled"
     assert client.final(superseded)["finish"] == "cancelled"
     for request_id in (held, watch, waiting):
         assert client.final(request_id)["error"]["code"] == "shutting_down"
-    assert all(gone(pid) for pid in pids if pid is not None)
+    assert late is not None
+    assert gone(pid)
+    assert gone(late)
     assert list(rig.folder.glob("engine-*")) == []
 
 
