@@ -1,22 +1,21 @@
-"""What it costs to be looked at: a daemon with all of it on and all who may look, against one with none.
+"""What it costs to be looked at: a daemon while all who may look do, and the same daemon while nobody does.
 
-On: the page for Prometheus scraped each second, two `watch` with figures each second, sessions, requests and
-figures asked for each second as `top` does, each request's spans recorded, the log at `info`. Off: nobody, no
-recorder, the log at `error`. The rounds alternate, and the observers only look during theirs.
-
-Speed varies from round to round by more than a hundredth on a machine with other work, and CPU time of a
-worker for a token from one daemon to the next. That of the broker, who has nearly all of the work of being
-looked at, hardly varies: it is shown as a part of the time in which the tokens were drawn.
+The page for Prometheus is scraped each second; two `watch` hear figures each second; sessions, requests and
+figures are asked for each second, as `top` does. One daemon, by turns: two of a kind differ by more than what
+is measured here. What the worker records of its steps can't be switched in a daemon that runs: it is measured
+in an engine by itself, a few steps with, a few without.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+import sys
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
+from statistics import median
 
 import psutil
 from benchmarks.measurement import Measurement, compare
@@ -25,58 +24,61 @@ from benchmarks.rig import DEMO, TEXT, TOY, Model, Rig
 from benchmarks.streams import draw
 
 from stateroom.client import Room
+from stateroom.daemon.blas import find_blas, preloaded
 
 STREAMS = 4
-PAIRS = 4  # of daemons: one isn't quite as fast as the next one of the same kind
-ROUNDS = 4  # of each pair, each of some seconds: several looks fall into it
+ROUNDS = 12  # each of some seconds: several looks fall into it
 TOKENS = {DEMO: 48, TOY: 1200}  # drawn by each stream
-TRIES = 5
+RECORDED = {DEMO: 400, TOY: 2000}  # the same, in the engine by itself
 LEAST = 0.99  # of the speed
+TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
 class Round:
-    """Of one daemon.
-
-    Attributes:
-        cpu_ms: CPU time of its broker and its worker for each token that was drawn.
-        broker_part: CPU time of its broker, as a part of the time in which they were.
-    """
+    """`cpu_ms`: CPU time of broker and worker for each token; `broker_ms`: the broker's part of it."""
 
     tokens: list[list[int]]
     tokens_per_s: float
     cpu_ms: float
-    broker_part: float
+    broker_ms: float
 
 
 def run(rig: Rig) -> list[Measurement]:
-    return [made for model in ([TOY] if rig.quick else [DEMO, TOY]) for made in _measure(rig, model)]
+    models = [TOY] if rig.quick else [DEMO, TOY]
+    return [made for model in models for made in (*_looked_at(rig, model), _recorded(rig, model))]
 
 
-def _measure(rig: Rig, model: Model) -> list[Measurement]:
-    tokens = 100 if rig.quick else TOKENS[model]
+def _looked_at(rig: Rig, model: Model) -> list[Measurement]:
+    tokens, port = 100 if rig.quick else TOKENS[model], _free_port()
     on: list[Round] = []
     off: list[Round] = []
-    for _ in range(rig.rounds(PAIRS)):
-        with _pair(rig, rig.path(model)) as pair:
-            more = [pair.rounds(number, tokens) for number in range(rig.rounds(ROUNDS) + 1)]
-        on += [each[0] for each in more[1:]]  # the first ones warm up
-        off += [each[1] for each in more[1:]]
+    with (
+        rig.daemon(rig.path(model), "--metrics-port", str(port)) as room,
+        observers(room.endpoint, port) as process,
+    ):
+        _round(room, tokens)  # warms up
+        for number in range(rig.rounds(ROUNDS)):
+            for looked_at in (number % 2 == 0, number % 2 == 1):
+                if looked_at:
+                    on.append(_observed(room, process, tokens))
+                else:
+                    off.append(_round(room, tokens))
     same = compare(
         [drawn for each in on for drawn in each.tokens],
         [drawn for each in off for drawn in each.tokens],
         lambda *_: float("inf"),
     )
-    claim = f"{STREAMS} streams, looked at in every way, {model.name}"
     # Of a toy, whose tokens cost next to nothing, it is the worst case.
     goal = LEAST if model == DEMO else None
+    claim, nobody = f"{STREAMS} streams, looked at in every way, {model.name}", "nobody looks"
     return [
         Measurement(
             claim=claim,
             unit="tokens/s",
             ours=tuple(each.tokens_per_s for each in on),
             peer=tuple(each.tokens_per_s for each in off),
-            peer_name="nobody looks, nothing is recorded",
+            peer_name=nobody,
             least_ratio=goal,
             tokens=same,
         ),
@@ -85,59 +87,52 @@ def _measure(rig: Rig, model: Model) -> list[Measurement]:
             unit="ms",
             ours=tuple(each.cpu_ms for each in on),
             peer=tuple(each.cpu_ms for each in off),
-            peer_name="nobody looks, nothing is recorded",
+            peer_name=nobody,
             lower_is_better=True,
             least_ratio=goal,
             tokens=same,
         ),
         Measurement(
-            claim=f"CPU time that it takes of the broker, of the streams' time, {model.name}",
+            claim=f"CPU time that it takes of the broker, of all that a token takes, {model.name}",
             unit="%",
-            ours=tuple(100 * (a.broker_part - b.broker_part) for a, b in zip(on, off, strict=True)),
+            ours=tuple(100 * (a.broker_ms - b.broker_ms) / b.cpu_ms for a, b in zip(on, off, strict=True)),
             most=None if goal is None else 100 * (1 - LEAST),
             tokens=same,
         ),
     ]
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two daemons, the one that is looked at and the other, and those who look at it, in a process."""
-
-    looked_at: Room
-    plain: Room
-    process: subprocess.Popen[str]
-
-    def rounds(self, number: int, tokens: int) -> tuple[Round, Round]:
-        """One of each; who goes first changes. Raises RuntimeError: the observers saw nothing."""
-        if number % 2:
-            off, on = _round(self.plain, tokens), self._observed(tokens)
-        else:
-            on, off = self._observed(tokens), _round(self.plain, tokens)
-        return on, off
-
-    def _observed(self, tokens: int) -> Round:
-        turned(self.process)
-        made = _round(self.looked_at, tokens)
-        seen = turned(self.process)
-        if not (seen.scrapes and seen.looks and seen.events):
-            raise RuntimeError(f"the observers saw nothing: {seen}")
-        return made
+def _recorded(rig: Rig, model: Model) -> Measurement:
+    tokens = 100 if rig.quick else RECORDED[model]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.recording", str(rig.path(model)), str(STREAMS), str(tokens)],
+        env=preloaded(os.environ, find_blas().library),
+        stdout=subprocess.PIPE,
+        timeout=TIMEOUT_S,
+        check=True,
+    )
+    runs = json.loads(done.stdout)
+    # Of each run, what is typical: single blocks are as long as whatever else ran beside them.
+    return Measurement(
+        claim=f"a step of {STREAMS} streams that is recorded, {model.name}",
+        unit="ms",
+        ours=tuple(median(run["on"]) for run in runs),
+        peer=tuple(median(run["off"]) for run in runs),
+        peer_name="not recorded",
+        lower_is_better=True,
+        least_ratio=LEAST if model == DEMO else None,
+        tokens=compare(runs[0]["tokens"], runs[1]["tokens"], lambda *_: float("inf")),
+    )
 
 
-@contextmanager
-def _pair(rig: Rig, model: Path) -> Iterator[Pair]:
-    """Started anew until both have decided alike on how they use the BLAS, which is worth tenths on a CPU."""
-    for left in reversed(range(TRIES)):
-        port = _free_port()
-        with ExitStack() as opened:
-            looked_at = opened.enter_context(rig.daemon(model, "--metrics-port", str(port)))
-            plain = opened.enter_context(rig.daemon(model, "--no-record", "--log-level", "error"))
-            facts = [room.stats().models[0]["facts"]["blas_switched"] for room in (looked_at, plain)]
-            if facts[0] == facts[1] or not left:
-                process = opened.enter_context(observers(looked_at.endpoint, port))
-                yield Pair(looked_at, plain, process)
-                return
+def _observed(room: Room, process: subprocess.Popen[str], tokens: int) -> Round:
+    """Raises RuntimeError: the observers saw nothing."""
+    turned(process)
+    made = _round(room, tokens)
+    seen = turned(process)
+    if not (seen.scrapes and seen.looks and seen.events):
+        raise RuntimeError(f"the observers saw nothing: {seen}")
+    return made
 
 
 def _round(room: Room, tokens: int) -> Round:
@@ -149,11 +144,10 @@ def _round(room: Room, tokens: int) -> Round:
     before = [_cpu_s(process) for process in (broker, worker)]
     drawn = draw(sessions, tokens)
     took = [_cpu_s(process) - s for process, s in zip((broker, worker), before, strict=True)]
-    all_s = max(times[-1] for times in drawn.times)
     for session in sessions:
         session.close()
-    cpu_ms = 1000 * sum(took) / (STREAMS * tokens)
-    return Round(drawn.tokens, drawn.tokens_per_s, cpu_ms, broker_part=took[0] / all_s)
+    cpu_ms, broker_ms = (1000 * seconds / (STREAMS * tokens) for seconds in (sum(took), took[0]))
+    return Round(drawn.tokens, drawn.tokens_per_s, cpu_ms, broker_ms)
 
 
 def _cpu_s(process: psutil.Process) -> float:
