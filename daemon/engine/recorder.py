@@ -14,23 +14,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from stateroom.daemon.link import Mark
 
-EVENTS_MAX = 16_384  # remembered; about 5 MiB, looked through in a few milliseconds
+EVENTS_MAX = 16_384  # remembered; 6 MiB, 10 with 64 rows; see docs/tracing.md for the time of a look
 STEPS_MAX = 256  # told as one event, so that a long stream shows where it was slow
 PAUSE_MS = 20.0  # between two steps: longer, and they are told as two events
 OPEN_MAX = 64  # runs of steps; there are as many as batches, and some of batches that were
 OWN_MAX = 500  # events of one request that are told: its first and its last
 OTHERS_MIN_MS = 0.1  # behind others: less isn't told
 TAKEN, ANSWERED, OTHERS, NOW = "taken", "answered", "others", "now"
-WORK = ("prefill", "score", "verify", "decode", "rounds")  # of the device
+WORK = frozenset(("prefill", "score", "verify", "decode", "rounds"))  # of the device
 
 
 class Event(NamedTuple):
-    """`tokens`: of each of the rids, where they differ. `guesses`: likewise, where there were any."""
+    """`tokens`: of each of the rids, where they differ. `guesses`: likewise, where there were any.
+
+    Where thousands are looked through, their fields go by number, which is quicker.
+    """
 
     rids: tuple[int, ...]
     name: str
@@ -182,33 +187,39 @@ class Recorder:
 
     def marks(self, rid: int, now_ms: float) -> tuple[list[Mark], int]:
         """What is remembered of a request, in the order of time, and how much at the least isn't told."""
-        events, begun = self._since(rid)
-        own = [event for event in events if rid in event.rids]
+        own, foreign, begun = self._since(rid)
         wait = self._waits.get(rid)
         if wait is not None:
             own.append(Event((rid,), wait[0], wait[1], now_ms, wait[2]))
         if not own:
             return [], 0
-        own.sort(key=lambda event: event.start_ms)
+        own.sort(key=_start)
+        foreign.sort(key=_start)
         if not any(event.name is ANSWERED for event in own):
             own.append(Event((rid,), NOW, now_ms, now_ms, {}))
-        foreign = [event for event in events if event.name in WORK and rid not in event.rids]
         left_out = max(len(own) - OWN_MAX, 0)
         parts = [own[: OWN_MAX // 2], own[-(OWN_MAX // 2) :]] if left_out else [own]
         told = [mark for part in parts for mark in _with_others(part, foreign, rid)]
         return told, left_out + (not begun)
 
-    def _since(self, rid: int) -> tuple[list[Event], bool]:
-        """What happened since a request came, the earliest first; whether its beginning is still there."""
-        events = [run.event() for run in self._runs.values()]
+    def _since(self, rid: int) -> tuple[list[Event], list[Event], bool]:
+        """What happened to a request since it came, and what the device did for others, the earliest first;
+        whether its beginning is still there."""
+        own: list[Event] = []
+        foreign: list[Event] = []
         begun = False
-        for event in reversed(self._past):
-            events.append(event)
-            if event.name is TAKEN and event.rids[0] == rid:
-                begun = True
-                break
-        events.reverse()
-        return events, begun
+        for event in chain((run.event() for run in self._runs.values()), reversed(self._past)):
+            if rid in event[0]:
+                own.append(event)
+                if event[1] is TAKEN:
+                    begun = True
+                    break
+            elif event[1] in WORK:
+                foreign.append(event)
+        return own[::-1], foreign[::-1], begun
+
+
+_start = itemgetter(2)  # of an event: `start_ms`
 
 
 def _goes_on(run: _Run, rids: tuple[int, ...], start_ms: float, guessed: bool) -> bool:
@@ -231,30 +242,47 @@ def _add(run: _Run, tokens: Sequence[int], guesses: Sequence[int]) -> None:
 def _with_others(own: Sequence[Event], foreign: Iterable[Event], rid: int) -> list[Mark]:
     """The marks of a request's events, with those of others between them."""
     start_ms, end_ms = own[0].start_ms, own[-1].end_ms
-    spans = sorted(
-        (e.start_ms, e.end_ms, e.name) for e in foreign if e.end_ms > start_ms and e.start_ms < end_ms
-    )
+    between = [event for event in foreign if event[3] > start_ms and event[2] < end_ms]
     marks = [event.mark(rid) for event in own]
-    return sorted(marks + behind_others(marks, spans), key=lambda mark: mark.start_ms)
+    return sorted(marks + behind_others(marks, between), key=lambda mark: mark.start_ms)
 
 
-def behind_others(own: Sequence[Mark], foreign: Iterable[tuple[float, float, str]]) -> list[Mark]:
+def behind_others(own: Sequence[Mark], foreign: Iterable[Event]) -> list[Mark]:
     """Where nothing of its own covers a request's time, and the device was at work for others: one mark for
-    each such gap. `own`, and what is `foreign` (start, end, name), in the order of their starts."""
-    made: list[Mark] = []
+    each such gap. `own`, and what is `foreign`, in the order of their starts."""
     gaps = list(_gaps(own))
+    behind: list[_Behind | None] = [None] * len(gaps)
     at = 0
-    for start_ms, end_ms, name in foreign:
+    for event in foreign:
+        name, start_ms, end_ms = event[1:4]
         while at < len(gaps) and gaps[at][1] <= start_ms:
             at += 1
         for number in range(at, len(gaps)):
-            gap_start, gap_end = gaps[number]
-            if gap_start >= end_ms:
+            first_ms, last_ms = gaps[number]
+            if first_ms >= end_ms:
                 break
-            begin, end = max(start_ms, gap_start), min(end_ms, gap_end)
-            if end - begin >= OTHERS_MIN_MS:
-                _merge(made, gap_start, Mark(OTHERS, begin, end - begin, {f"{name}_ms": end - begin}))
-    return made
+            begin_ms = start_ms if start_ms > first_ms else first_ms
+            until_ms = end_ms if end_ms < last_ms else last_ms
+            if until_ms - begin_ms >= OTHERS_MIN_MS:
+                there = behind[number]
+                if there is None:
+                    there = behind[number] = _Behind(begin_ms)
+                there.end_ms = max(there.end_ms, until_ms)
+                there.ms[name] = there.ms.get(name, 0.0) + until_ms - begin_ms
+    return [there.mark() for there in behind if there is not None]
+
+
+@dataclass(slots=True)
+class _Behind:
+    """What others had of one gap."""
+
+    start_ms: float
+    end_ms: float = 0.0
+    ms: dict[str, float] = field(default_factory=dict)  # by what the device did
+
+    def mark(self) -> Mark:
+        told = {f"{name}_ms": ms for name, ms in self.ms.items()}
+        return Mark(OTHERS, self.start_ms, self.end_ms - self.start_ms, told)
 
 
 def _gaps(own: Sequence[Mark]) -> Iterable[tuple[float, float]]:
@@ -263,16 +291,3 @@ def _gaps(own: Sequence[Mark]) -> Iterable[tuple[float, float]]:
         if mark.start_ms - until_ms >= OTHERS_MIN_MS:
             yield until_ms, mark.start_ms
         until_ms = max(until_ms, mark.start_ms + mark.ms)
-
-
-def _merge(made: list[Mark], gap_start: float, mark: Mark) -> None:
-    """What lies in the same gap is told as one."""
-    if not made or made[-1].start_ms < gap_start:
-        made.append(mark)
-        return
-    last = made.pop()
-    details = dict(last.details)
-    for name, ms in mark.details.items():
-        details[name] = details.get(name, 0.0) + ms
-    end_ms = max(last.start_ms + last.ms, mark.start_ms + mark.ms)
-    made.append(Mark(OTHERS, last.start_ms, end_ms - last.start_ms, details))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stateroom.daemon.engine.recorder import OPEN_MAX, OWN_MAX, STEPS_MAX, Recorder, behind_others
+from stateroom.daemon.engine.recorder import OPEN_MAX, OWN_MAX, STEPS_MAX, Event, Recorder, behind_others
 from stateroom.daemon.link import Mark
 
 RIDS = (1, 2, 3)
@@ -183,9 +183,21 @@ def test_it_takes_nothing_while_it_is_off() -> None:
 
 def test_gaps_are_filled_with_what_others_had_in_them() -> None:
     own = [Mark("taken", 0.0, 0.0, {}), Mark("turn", 10.0, 5.0, {}), Mark("decode", 20.0, 5.0, {})]
-    foreign = [(-5.0, 2.0, "decode"), (4.0, 12.0, "prefill"), (14.0, 17.0, "decode"), (17.0, 30.0, "prefill")]
+    spans = [(-5.0, 2.0, "decode"), (4.0, 12.0, "prefill"), (14.0, 17.0, "decode"), (17.0, 30.0, "prefill")]
+    foreign = [Event((2,), name, start_ms, end_ms, {}) for start_ms, end_ms, name in spans]
     told = [(mark.start_ms, mark.ms, mark.details) for mark in behind_others(own, foreign)]
     assert told == [
         (0.0, 10.0, {"decode_ms": 2.0, "prefill_ms": 6.0}),
         (15.0, 5.0, {"decode_ms": 2.0, "prefill_ms": 3.0}),
+    ]
+
+
+def test_work_that_overlaps_counts_in_each_gap_where_it_was() -> None:
+    """Runs of two batches lie across each other; both go on behind a step of its own."""
+    own = [Mark("taken", 0.0, 0.0, {}), Mark("decode", 10.0, 5.0, {}), Mark("now", 20.0, 0.0, {})]
+    foreign = [Event((2,), "decode", 1.0, 19.0, {}), Event((3,), "rounds", 2.0, 17.0, {})]
+    told = [(mark.start_ms, mark.ms, mark.details) for mark in behind_others(own, foreign)]
+    assert told == [
+        (1.0, 9.0, {"decode_ms": 9.0, "rounds_ms": 8.0}),
+        (15.0, 4.0, {"decode_ms": 4.0, "rounds_ms": 2.0}),
     ]
