@@ -37,7 +37,10 @@ class LogFile:
         self._handler.emit(logging.makeLogRecord({"msg": line}))
 
     def close(self) -> None:
-        self._handler.close()
+        try:
+            self._handler.close()
+        except OSError:  # the end of the last line had no room
+            self.dropped += 1
 
 
 class _Handler(RotatingFileHandler):

@@ -69,6 +69,7 @@ def test_a_full_disk_costs_lines_and_nothing_else(capfd: pytest.CaptureFixture[s
     assert file.dropped == 100
     assert len(stream.getvalue().splitlines()) == 100
     assert capfd.readouterr().err == ""
+    file.close()  # what is left of the last line goes, too
 
 
 def test_following_goes_on_in_the_next_file(tmp_path: Path) -> None:
