@@ -185,7 +185,6 @@ class Engine:
         self._supervisor.metrics.count("engine_starts")
         self.pid, self.failure, self._ending, self.silent, self._asked_s = None, None, "", False, None
         self._believed = True
-        self.gauges, self.timings, self.doing = {}, {}, {}
         self._supervisor.memory.begin(self)
         self.life = self._supervisor.spawn(self._live(self.generation))
 
@@ -235,7 +234,7 @@ class Engine:
         failed = self.state is EngineState.FAILED
         self.advance(EngineEvent.DIED)
         supervisor.memory.gone(generation)
-        self.doing = {}
+        self.gauges, self.timings, self.doing = {}, {}, {}  # what it told isn't so any more
         if was_asked or failed:
             supervisor.log.info("engine stopped", model=self.id, reason=reason)
         else:

@@ -32,11 +32,14 @@ def test_an_idle_model_is_unloaded_and_comes_back_when_it_is_touched(start_broke
     assert "nobody used it" in stopped[0]["details"]["reason"]
     assert client.ask("prefill", session=session, tokens=[7])["length"] == 4
     assert client.ask("tokens", session=session)["tokens"] == [4, 5, 6, 7]
+    rig.until(lambda broker: "kv_budget_bytes" in broker.supervisor.engine("second").gauges)
     health = {model["id"]: model for model in client.ask("stats")["models"]}
     assert (health["toy"]["deaths"], health["toy"]["failure"]) == (0, None)
     client.ask("cancel", request=stream)
     client.final(stream)
     rig.until(lambda broker: broker.supervisor.engine("second").state is EngineState.STOPPED)
+    health = {model["id"]: model for model in client.ask("stats")["models"]}
+    assert health["second"]["gauges"] == {}  # no process holds anything any more
 
 
 def test_a_daemon_that_is_told_never_to_unload_does_not(start_broker: StartBroker) -> None:
