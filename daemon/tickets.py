@@ -10,6 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from structlog.typing import FilteringBoundLogger
 
@@ -134,11 +135,19 @@ class Ticket:
         self.done = done
 
 
+class Ended(NamedTuple):
+    """A request that ended: when it arrived, what it was, and what was seen of it."""
+
+    began_s: float
+    info: RequestInfo
+    record: Record
+
+
 class Tickets:
     """All open requests by the broker's own number. `on_overflow(peer)`: it does not read its streams.
 
     Attributes:
-        recent: those that ended last, the latest first, and when each arrived.
+        recent: those that ended last, the latest first.
     """
 
     def __init__(
@@ -160,8 +169,7 @@ class Tickets:
         self._refusals = Rate(clock, REFUSALS_LOGGED_PER_S)
         self._rids = itertools.count(1)
         self._open: dict[int, Ticket] = {}
-        self.recent: deque[tuple[float, RequestInfo]] = deque(maxlen=RECENT_MAX)
-        self._records: dict[int, Record] = {}  # of those that `recent` has, by rid
+        self.recent: deque[Ended] = deque(maxlen=RECENT_MAX)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -172,12 +180,9 @@ class Tickets:
     def get(self, rid: int | None) -> Ticket | None:
         return None if rid is None else self._open.get(rid)
 
-    def ended(self, rid: int) -> tuple[float, RequestInfo, Record] | None:
-        """Of a request that ended not long ago: when it arrived, what it was, and what was seen of it."""
-        record = self._records.get(rid)
-        if record is None:
-            return None
-        return next((began_s, info, record) for began_s, info in self.recent if info.rid == rid)
+    def ended(self, rid: int) -> Ended | None:
+        """A request that ended not long ago."""
+        return next((ended for ended in self.recent if ended.info.rid == rid), None)
 
     def open(self, peer: Peer, request_id: int, request: Request, delimited: bool) -> Ticket:
         ticket = Ticket(
@@ -331,10 +336,7 @@ class Tickets:
             ticket.done = body.receipt.prefilled
             ticket.total = max(ticket.total, ticket.done)
         ended = replace(request_shown(ticket, now_s), ms=(now_s - ticket.started_s) * 1000, code=code)
-        self.recent.appendleft((ticket.started_s, ended))
-        self._records[ticket.rid] = ticket.record
-        if len(self._records) > RECENT_MAX:
-            del self._records[next(iter(self._records))]
+        self.recent.appendleft(Ended(ticket.started_s, ended, ticket.record))
 
     def _count_tokens(self, body: Body) -> None:
         if isinstance(body, DecodeResult):

@@ -108,14 +108,18 @@ class View:
         sees = self.sight(peer, request.everyone)
         wanted = None if request.session is None else self._seen(peer, sees, request.session).id
         now_s = self._clock()
-        still = [self.request(ticket) for ticket in self._tickets if not isinstance(ticket.request, AT_ONCE)]
-        ended = [replace(info, age_s=now_s - began_s) for began_s, info in self._tickets.recent]
+        still = [
+            self.request(ticket)
+            for ticket in self._tickets
+            if not isinstance(ticket.request, AT_ONCE) and sees(ticket.owner)
+        ]
+        ended = [
+            replace(info, age_s=now_s - began_s)
+            for began_s, info, _ in self._tickets.recent
+            if sees(info.owner)
+        ]
         return RequestsResult(
-            requests=[
-                info
-                for info in (*still, *ended)
-                if sees(info.owner) and (wanted is None or info.session == wanted)
-            ]
+            requests=[info for info in (*still, *ended) if wanted is None or info.session == wanted]
         )
 
     def request(self, ticket: Ticket) -> RequestInfo:

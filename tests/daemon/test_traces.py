@@ -145,7 +145,7 @@ def test_the_last_requests_are_remembered(rig: Rig) -> None:
         client.ask("tokens", session=session)
     assert client.refusal("trace", request=first)["code"] == "not_found"
     assert names(traced(client, rid_of(client, "tokens"))) == ["worker", "ended"]
-    assert rig.look(lambda broker: len(broker.tickets._records)) == RECENT_MAX
+    assert rig.look(lambda broker: len(broker.tickets.recent)) == RECENT_MAX
 
 
 def test_where_nothing_is_recorded(start_broker: StartBroker) -> None:
