@@ -158,6 +158,13 @@ class Engine:
         if isinstance(message, Command) and message.request.op != "verify":  # that may be the daemon's own
             self.used_s = self._supervisor.clock()
         if self._link is not None and not self._link.send(encode_to_worker(message)):
+            # One that has just died reads nothing either, and its end says more.
+            asyncio.get_running_loop().call_later(DRAIN_S, self._unread, self.generation)
+
+    def _unread(self, generation: int) -> None:
+        process = self._process  # None with a link: it is only just being started
+        over = self._link is None or (process is not None and process.returncode is not None)
+        if generation == self.generation and not over:
             self.kill("it did not read what it was sent")
 
     def kill(self, why: str, how: signal.Signals = signal.SIGKILL) -> None:

@@ -17,6 +17,7 @@ from stateroom.client.timeouts import Timeouts
 from stateroom.daemon.broker import Broker
 from stateroom.daemon.config import Patience
 from stateroom.daemon.lifecycle import EngineState
+from stateroom.daemon.link import Recall
 from stateroom.daemon.recovery import DEATHS_MAX, SUSPECT_DEATHS
 
 StartBroker = Callable[..., Rig]
@@ -46,6 +47,26 @@ def gone(pid: int) -> bool:
 
 def tokens_told(replies: list[dict[str, Any]]) -> list[int]:
     return [token for reply in replies if reply["kind"] == "token" for token in reply["tokens"]]
+
+
+def test_a_dead_worker_s_end_is_told_and_not_that_it_does_not_read(rig: Rig) -> None:
+    """What is sent to one that has just died finds nobody: that is no reason of its own."""
+    client = rig.client("app")
+    watch = client.send("watch", sessions=False)
+    ready(rig)
+
+    def kill_and_send(broker: Broker) -> None:
+        engine = broker.supervisor.engine("toy")
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        time.sleep(0.3)  # its connection ends meanwhile, and the loop, which this holds up, hears of nothing
+        engine.send(Recall(1))
+
+    rig.look(kill_and_send)
+    rig.until(lambda broker: broker.supervisor.engine("toy").starts == 2)
+    client.ask("cancel", request=watch)
+    (lost,) = [each for each in client.replies(watch)[:-1] if each["event"] == "engine_lost"]
+    assert lost["details"]["reason"] == "it was ended by SIGKILL"
 
 
 def test_a_death_is_survived_by_its_requests(rig: Rig) -> None:
@@ -550,7 +571,7 @@ def test_a_bug_names_its_log_entry(rig: Rig, monkeypatch: pytest.MonkeyPatch) ->
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(rig.broker.catalog, "owned", broken)
+    monkeypatch.setattr(rig.broker.catalog, "listed", broken)
     error = client.refusal("list")
     assert error["code"] == "internal"
     entry = next(entry for entry in rig.entries() if entry["event"] == "internal error")
