@@ -511,14 +511,15 @@ def test_shutting_down_answers_everything(start_broker: StartBroker) -> None:
     pid, late = ready(rig), rig.look(lambda broker: broker.supervisor.engine("late").pid)
     os.kill(pid, signal.SIGSTOP)  # else the decode may end, and let the sync in, before the daemon stops
     waiting = client.send("sync", session=other, tokens=[1])
-    rig.until(lambda broker: len(broker.tickets) == 5)
+    traced = client.send("trace", request=rig.look(lambda broker: next(iter(broker.tickets)).rid))
+    rig.until(lambda broker: len(broker.tickets) == 6)
     rig.begin_to_stop()
     assert not rig.look(lambda broker: broker.desk.admitting)
     os.kill(pid, signal.SIGCONT)
     assert rig.stop() < 4.0
     assert client.final(running)["finish"] == "cancelled"
     assert client.final(superseded)["finish"] == "cancelled"
-    for request_id in (held, watch, waiting):
+    for request_id in (held, watch, waiting, traced):
         assert client.final(request_id)["error"]["code"] == "shutting_down"
     assert late is not None
     assert gone(pid)
