@@ -40,11 +40,14 @@ def configure(context: typer.Context, home: Path | None) -> Path | None:
 
     Raises:
         BadConfig: the file can't be used.
+        BadEndpoint: the home is the environment's, and not absolute: to clients it would be another.
     """
     if context.resilient_parsing:  # for completions
         return home
     if home is not None:
-        home = home.expanduser().resolve()
+        source = context.get_parameter_source("home")
+        given = source is not None and source.name == "ENVIRONMENT"
+        home = home_dir() if given else home.expanduser().resolve()
         os.environ["STATEROOM_HOME"] = str(home)  # for the workers, too
     context.default_map = settings.load().values
     return home

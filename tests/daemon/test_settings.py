@@ -385,6 +385,14 @@ def test_what_serve_would_refuse_is_not_well(
     assert config("show").exit_code == 0
 
 
+def test_a_home_of_the_environment_is_whole_for_the_daemon_as_for_its_clients(file: Path) -> None:
+    """Else each would have one of its own, by where it was started."""
+    for arguments in (["config", "show"], ["ps"], ["config", "path"]):
+        done = CliRunner().invoke(commands.app, arguments, env={"STATEROOM_HOME": "relative"})
+        assert "$STATEROOM_HOME must be an absolute path" in str(done.exception), arguments
+    assert shown("--home", "relative")["home"][0] == str(Path("relative").resolve())
+
+
 @pytest.mark.parametrize("text", ["rows = 1\n", "rows-max\n"])
 def test_a_wrong_file_stops_what_needs_it_and_nothing_else(
     file: Path, text: str, monkeypatch: pytest.MonkeyPatch
