@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from stateroom.client.errors import BadConfig, BadEndpoint
-from stateroom.daemon.commands.config import holding
+from stateroom.daemon.commands.config import holding, taken_by
 from stateroom.daemon.commands.options import AsJson
 from stateroom.daemon.commands.terminal import err, out, plain
-from stateroom.daemon.doctor.check import Check
+from stateroom.daemon.doctor.check import Check, problem
+from stateroom.daemon.exits import Leave
 
 MARKS = {"pass": "[green]✓[/green]", "note": "[yellow]•[/yellow]", "problem": "[red]✗[/red]"}
 NAME_WIDTH = 13
@@ -38,7 +41,7 @@ def doctor(
     if bundle_file is not None:
         bundle.check_free(bundle_file)  # said before all else
     found = []
-    for check in examine():
+    for check in chain(examine(), environment(context)):
         found.append(check)
         if not as_json:
             show(check)
@@ -56,11 +59,21 @@ def doctor(
         raise typer.Exit(1)
 
 
+def environment(context: typer.Context) -> Iterator[Check]:
+    """A variable that `serve` would refuse. Of what else it refuses, the other checks tell."""
+    try:
+        taken_by("serve", [], context)
+    except Leave as refused:
+        yield problem("environment", refused.message, "Unset it, or set it right.")
+    except (BadConfig, BadEndpoint, typer.BadParameter):
+        pass
+
+
 def settings(context: typer.Context) -> list[dict[str, object]]:
     """Those that hold, with their origins; none where they can't be read, of which the findings tell."""
     try:
         return [held.told() for held in holding(context, [])]
-    except (BadConfig, BadEndpoint, typer.BadParameter):
+    except (BadConfig, BadEndpoint, Leave, typer.BadParameter):
         return []
 
 

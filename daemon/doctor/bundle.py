@@ -49,7 +49,7 @@ CONTENTS = {
 }
 SUMMARY = "findings, versions, figures, settings and the ends of the logs, without content and names"
 QUOTED = re.compile(r"""(?<!\w)['"].*(?:['"]|…)""")  # greedy: what is quoted may hold quotes; or is cut off
-QUOTING = ("configuration", "socket", "daemon")  # checks that quote what is wrong in the configuration
+QUOTING = ("configuration", "environment", "socket", "daemon")  # checks that quote what is wrong there
 README = """\
 Made by `stateroom doctor --bundle`, {when}.
 

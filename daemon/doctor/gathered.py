@@ -55,9 +55,11 @@ def places() -> dict[str, str]:
     """Directories of the user, by what stands for them: the innermost first."""
     user = Path.home()
     known = {str(user): "~"}
-    for place, stands in ((home_dir(), "<home>"), (runtime_dir(), "<run>")):
-        if not place.is_relative_to(user):
-            known[str(place)] = stands
+    for where, stands in ((home_dir, "<home>"), (runtime_dir, "<run>")):
+        with suppress(BadEndpoint):  # a variable names none
+            place = where()
+            if not place.is_relative_to(user):
+                known[str(place)] = stands
     known |= {str(Path(place).resolve()): stands for place, stands in known.items()}
     return dict(sorted(known.items(), key=lambda each: -len(each[0])))
 
@@ -73,7 +75,7 @@ def persons() -> list[str]:
 def key_names() -> list[str]:
     try:
         return list(Keys(home_dir() / KEYS_NAME).clients())
-    except (OSError, Leave):
+    except (OSError, Leave, BadEndpoint):
         return []
 
 
@@ -111,10 +113,12 @@ def told_by(room: Room) -> Running:
 
 def log_lines() -> list[str]:
     """Of the daemon's own log, from the file before as well, if need be."""
-    path = log_path(home_dir())
     found: deque[str] = deque(maxlen=LOG_LINES)
-    for each in (*(path.with_name(f"{path.name}.{number}") for number in range(OLDER_FILES, 0, -1)), path):
-        found.extend(_end(each, LOG_LINES))
+    with suppress(BadEndpoint):
+        path = log_path(home_dir())
+        older = (path.with_name(f"{path.name}.{number}") for number in range(OLDER_FILES, 0, -1))
+        for each in (*older, path):
+            found.extend(_end(each, LOG_LINES))
     return list(found)
 
 
@@ -127,4 +131,6 @@ def _end(path: Path, lines: int) -> list[str]:
 
 
 def service_lines() -> list[str]:
-    return _end(home_dir() / "logs" / LOG_NAME, SERVICE_LINES)
+    with suppress(BadEndpoint):
+        return _end(home_dir() / "logs" / LOG_NAME, SERVICE_LINES)
+    return []

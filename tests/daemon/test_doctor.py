@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +17,14 @@ from typing import Any
 
 import pytest
 from tests.tiny import write_tiny_model
+from typer.testing import CliRunner
 
 from stateroom.client.paths import IPC_PATH_BYTES_MAX
+from stateroom.daemon import commands
 from stateroom.daemon import models as installed
 from stateroom.daemon.config import STATE_NAME
-from stateroom.daemon.doctor import bundle, gathered, weights
+from stateroom.daemon.doctor import bundle, gathered, running, weights
+from stateroom.daemon.doctor import examine as examining
 from stateroom.daemon.doctor.check import Check
 from stateroom.daemon.doctor.configuration import configuration
 from stateroom.daemon.doctor.device import device
@@ -367,11 +371,33 @@ def test_a_configuration_that_cannot_be_used(home: Path, monkeypatch: pytest.Mon
         "[quota]\nacme = 3",
     ],
 )
-def test_a_bundle_has_no_names_of_a_configuration_that_is_wrong(home: Path, text: str) -> None:
+def test_a_bundle_has_no_names_of_a_configuration_that_is_wrong(
+    home: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "HELLO_S", 0.05)  # nobody is there
+    monkeypatch.setattr(gathered, "HELLO_S", 0.05)
     (home / "config.toml").write_text(text)
     found = [each for check in (configuration, socket_check, daemon) for each in check()]
     assert any("acme" in check.finding for check in found)
     assert "acme" not in b"".join(bundle.parts(found, []).values()).decode()
+
+
+@pytest.mark.parametrize("variable", ["KV_BUDGET", "ROWS_MAX", "HOME"])
+def test_a_variable_that_serve_would_refuse_hinders_no_bundle(
+    home: Path, tmp_path: Path, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examining, "CHECKS", (configuration,))
+    monkeypatch.setattr(gathered, "HELLO_S", 0.05)
+    asked = ["doctor", "--bundle", str(tmp_path / "b.tar.gz")]
+    done = CliRunner().invoke(commands.app, asked, env={f"STATEROOM_{variable}": "acme"})
+    assert done.exit_code == 0, done.exception
+    assert f"STATEROOM_{variable}" in done.stdout
+    with tarfile.open(tmp_path / "b.tar.gz") as archive:
+        content = archive.extractfile("stateroom-bundle/doctor.json")
+        assert content is not None
+        told = content.read().decode()
+    assert f"$STATEROOM_{variable}" in told
+    assert "acme" not in told
 
 
 # ---------------------------------------------------------------- models
