@@ -119,10 +119,12 @@ async def main() -> None:
     room = await connect_async(app="completion-example")
     async with room:
         source = CompletionSource(room, show)
-        line = "def fibonacci(n):\n    # the n-th number of the sequence\n    if n < 2:"
+        line = "def fibonacci(n):\n    # the n-th number of the sequence\n    if n < 2:\n        return"
         for n in range(1, len(line) + 1):
             source.typed(line[:n])
-            await asyncio.sleep(0.4 if line[n - 1] in ":\n" else 0.02)
+            await asyncio.sleep(0.02)
+            if line[n - 1] in "(#<":  # whoever types stops to think, and sees what is suggested
+                await source.settled()
         await source.settled()
         print(f"{source.computed} tokens computed for {len(line)} keystrokes")
         await source.close()
