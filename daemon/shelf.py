@@ -50,7 +50,10 @@ class Shelf:
                 return known
         if self._allow_any:
             return self._anything(reference)
-        raise NotFound("There is no such model here; `hello` lists those there are.", field="model")
+        raise NotFound(
+            "There is no such model here; `hello` lists those there are, as `stateroom model list` does.",
+            field="model",
+        )
 
     def remember(self, specs: Iterable[ModelSpec]) -> None:
         """Models that sessions of a daemon before are of, as it had loaded them."""

@@ -17,6 +17,7 @@ TAKES = (
 )  # fmt: skip
 BESIDE = ("sends", "unread")  # beside those
 REST = "between"  # where none of them is: on its way, or the engine's own work
+UNKNOWN = "unknown"  # the same, where no worker told its part
 FULL, HALF, LITTLE = "█", "▒", "·"
 PLAIN = str.maketrans({FULL: "#", HALF: "+", LITTLE: "."})  # on a terminal that has no more
 
@@ -48,7 +49,8 @@ def rows(trace: TraceResult) -> list[Row]:
             covered += row.spans
             made.append(row)
     rest = _complement(_united(covered), total_ms)
-    made.append(Row(REST, tuple(rest), _length(rest), ""))
+    untold = trace.missing and all(span.where != "engine" for span in trace.spans)
+    made.append(Row(UNKNOWN if untold else REST, tuple(rest), _length(rest), ""))
     return made + [_row(name, by_name[name], total_ms) for name in BESIDE if name in by_name]
 
 

@@ -1,7 +1,7 @@
 """`trace`: the timeline of one request, from what the broker saw and what its worker remembers.
 
-The worker is asked, and answers between two steps; who asked waits for that a second at the most, and then
-has the broker's part alone. Both read one clock, the machine's monotonic one.
+The worker is asked, and answers between two steps; who asked waits for that `WAIT_S` at the most,
+and then has the broker's part alone. Both read one clock, the machine's monotonic one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stateroom.daemon.supervisor import Engine, Supervisor
 from stateroom.daemon.tickets import Ticket, Tickets
 from stateroom.daemon.view import View
 
-WAIT_S = 1.0  # for the worker's part
+WAIT_S = 5.0  # for the worker's part: the steps of a busy machine are long, and then a trace is wanted
 WAITING_MAX = 16  # traces that wait for workers; each takes one a few milliseconds
 RETRY_AFTER_S = 1.0
 
@@ -66,7 +66,8 @@ class Traces:
         found = self._find(request.request)
         if found is None or not self._view.sight(peer, request.everyone)(found.info.owner):
             raise NotFound(
-                "No such request is remembered, or it isn't yours; `requests` tells which there are.",
+                "No such request is remembered, or it isn't yours; `requests` tells which there are, as "
+                "`stateroom trace` does.",
                 field="request",
             )
         if not found.record.on:
@@ -136,7 +137,7 @@ class Traces:
         if recorded is not None:
             gone.pop()
         elif self._engine(record) is not None:
-            return f"The worker did not answer within {WAIT_S:g} s: it is busy, or it hangs."
+            return f"The worker did not answer within {WAIT_S:g} s: it is busy, or it hangs. Try again."
         if not gone:
             return None
         return f"What these workers remembered went with them: {', '.join(gone)}."

@@ -13,6 +13,7 @@ from stateroom.daemon.exits import Leave
 from stateroom.daemon.models import list_installed
 
 ASK_S = 0.5  # for the daemon's answer: somebody waits with a finger on the key
+REQUESTS_MAX = 20  # that are offered
 # What is offered of others' names: zsh evaluates it in double quotes, bash and fish type it as it is.
 HARMLESS = re.compile(r"[\w./@][\w./:@+,=-]*")
 
@@ -40,6 +41,12 @@ def snapshots(context: typer.Context) -> list[str]:
 
 def apps(context: typer.Context) -> list[str]:
     return _asked(context, lambda room: {info.owner for info in room.list(everyone=True)})
+
+
+def requests(context: typer.Context) -> list[str]:
+    """By number, the latest of all owners."""
+    found = _asked(context, lambda room: [str(info.rid) for info in room.requests(everyone=True)])
+    return ["last", *sorted(found, key=int)[-REQUESTS_MAX:]]
 
 
 def _asked(context: typer.Context, question: Callable[[Room], Iterable[str]]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from stateroom.daemon.commands.completing import apps
 from stateroom.daemon.commands.options import Endpoint
 from stateroom.daemon.exits import OK
 from stateroom.daemon.top.once import once
@@ -22,7 +23,12 @@ WIDTH = 140  # columns of what is no terminal
 def top(
     app: Annotated[
         str | None,
-        typer.Option(help="Sessions of this owner only; by default those of all.", show_default=False),
+        typer.Option(
+            metavar="APP",
+            help="Sessions of this owner only; by default those of all.",
+            show_default=False,
+            autocompletion=apps,
+        ),
     ] = None,
     interval: Annotated[
         float, typer.Option(min=0.2, max=3600, metavar="SECONDS", help="The least time between two looks.")

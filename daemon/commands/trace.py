@@ -15,6 +15,7 @@ from stateroom.client import connect
 from stateroom.client.protocol import RequestInfo
 from stateroom.client.room import Room
 from stateroom.daemon.chrome import events
+from stateroom.daemon.commands import completing
 from stateroom.daemon.commands.options import COMMANDS_APP, AsJson, Endpoint
 from stateroom.daemon.commands.terminal import age, cell, err, out, plain, say
 from stateroom.daemon.exits import CONFIG, FAILED, Leave
@@ -30,7 +31,9 @@ def trace(
     request: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RID|last]", help="The daemon's number of a request; without one the last are listed."
+            metavar="[RID|last]",
+            help="The daemon's number of a request; without one the last are listed.",
+            autocompletion=completing.requests,
         ),
     ] = None,
     spans: Annotated[bool, typer.Option("--spans", help="A line for each span.")] = False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -216,6 +217,13 @@ def test_a_drawing_of_it() -> None:
     ]
     assert max(map(len, lines + listed(TRACE))) <= WIDTH
     assert "     600.0      100.0  others    prefill_ms 100.0" in listed(TRACE)
+
+
+def test_what_a_silent_worker_did_is_unknown_and_not_between() -> None:
+    told = [Span(name="worker", where="broker", start_ms=0.2, ms=999.8)]
+    trace = replace(TRACE, spans=told)
+    assert [(row.name, row.ms) for row in rows(trace)] == [("unknown", 1000.0)]
+    assert [row.name for row in rows(replace(trace, missing=None))] == ["between"]
 
 
 spans = st.lists(

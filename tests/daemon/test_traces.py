@@ -6,10 +6,12 @@ import os
 import signal
 from typing import Any
 
+import pytest
 from tests.daemon.conftest import StartBroker
 from tests.daemon.rig import Raw, Rig
 from tests.daemon.test_reads import working
 
+from stateroom.daemon import traces
 from stateroom.daemon.tickets import RECENT_MAX
 from stateroom.daemon.traces import WAITING_MAX
 
@@ -102,7 +104,8 @@ def test_of_a_worker_that_died_the_broker_s_part_is_left(start_broker: StartBrok
     assert f"#{first}" in made["missing"]
 
 
-def test_a_worker_that_is_silent_is_waited_for_a_moment(rig: Rig) -> None:
+def test_a_worker_that_is_silent_is_waited_for_a_moment(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "WAIT_S", 0.5)
     client, other = rig.client("app"), rig.client("app")
     client.open()
     rid, pid = rid_of(client, "open"), working(rig)

@@ -111,6 +111,9 @@ def test_clients_and_commands_find_it_by_the_file(daemon: RunningDaemon) -> None
         completed = complete(daemon, "close", "f"), complete(daemon, "close", "--app", "other", "f")
         assert completed == (["first"], [])
         assert complete(daemon, "ps", "--app", "m") == ["mine"]
+        assert complete(daemon, "top", "--app", "m") == ["mine"]
+        rids = [str(request.rid) for request in mine.requests(everyone=True)]
+        assert complete(daemon, "trace", "") == ["last", *sorted(rids, key=int)]
         assert complete(daemon, "generate", "--model", "") == ["tiny"]
         session.close()
 
