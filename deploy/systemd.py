@@ -32,7 +32,7 @@ def unit(service: Service, user: User | None = None) -> str:
         "Service": [
             "Type=exec",
             *([] if user is None else [f"User={user.name}"]),
-            f"ExecStart={' '.join(map(_quoted, service.command))}",
+            f"ExecStart={' '.join(_quoted(word).replace('$', '$$') for word in service.command)}",
             *(f"Environment={_quoted(f'{name}={value}')}" for name, value in _environment(service).items()),
             f"WorkingDirectory={_plain(str(service.home))}",
             f"StandardOutput=append:{_plain(str(service.log))}",
@@ -79,8 +79,8 @@ def _text(sections: dict[str, list[str]]) -> str:
 
 
 def _quoted(word: str) -> str:
-    """As one word of a unit file, taken as it is."""
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    """As one word of a unit file, taken as it is but for `$`, which means something in commands alone."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{escaped}"'
 
 
@@ -190,8 +190,8 @@ class Systemd:
     def _take_out(self) -> None:
         units = self._units
         self._checked(self._ctl("disable", "--now", *units))
-        self.path.unlink()
         self.socket_path.unlink(missing_ok=True)
+        self.path.unlink()  # last: while it is there, what was ended half way can be done again
         self._checked(self._ctl("daemon-reload"))
         self._ctl("reset-failed", *units)
 

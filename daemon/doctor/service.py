@@ -97,7 +97,7 @@ def _unit(text: str) -> Told:
     for line in text.splitlines():
         key, _, value = line.partition("=")
         if key == "ExecStart":
-            command = _words(value)
+            command = [word.replace("$$", "$") for word in _words(value)]
         elif key == "Environment":
             environment |= dict(word.partition("=")[::2] for word in _words(value))
     return Told(command, environment)
@@ -106,6 +106,5 @@ def _unit(text: str) -> Told:
 def _words(line: str) -> list[str]:
     """The quoted words of a unit's line, without what systemd takes off."""
     return [
-        re.sub(r"\\(.)", r"\1", word).replace("%%", "%").replace("$$", "$")
-        for word in re.findall(r'"((?:[^"\\]|\\.)*)"', line)
+        re.sub(r"\\(.)", r"\1", word).replace("%%", "%") for word in re.findall(r'"((?:[^"\\]|\\.)*)"', line)
     ]

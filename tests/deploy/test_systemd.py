@@ -190,6 +190,15 @@ def test_words_are_taken_as_they_are(service: Service, odd: str) -> None:
     assert last == odd
 
 
+@pytest.mark.parametrize("odd", ['a "b"', "50%", "$HOME", "back\\slash", "two words"])
+def test_places_are_taken_as_they_are(service: Service, odd: str) -> None:
+    """Nothing is put in for a `$` in the environment, so it isn't written twice there."""
+    made = unit(replace(service, home=service.home / odd))
+    line = re.search(r'^Environment="STATEROOM_HOME=(.*)"$', made, re.MULTILINE)
+    assert line is not None
+    assert re.sub(r"\\(.)", r"\1", line[1]).replace("%%", "%") == str(service.home / odd)
+
+
 def test_install_twice_changes_nothing(service: Service, tmp_path: Path) -> None:
     systemctl = Systemctl()
     made = Systemd(systemctl, tmp_path)
