@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 PULSE_S = 1.0  # between two proofs of life
 ORPHAN_EXIT_S = 1.0  # after the broker's end, for the step in flight; then the process goes
 COMMANDS_PER_TURN = 256  # taken between two turns, so that a flood can't starve the streams
+RECALLS_MAX = 16  # requests that are to be told of; as many as are waited for, the last asked for
 STOP_TURNS_S = 3.0  # for ending open requests when told to stop
 EVENTS, READABLE = int(zmq.EVENTS), int(zmq.POLLIN)  # as numbers: pyzmq takes its time over its enums
 GAP_MS_GPU = 50.0  # inter-token budget of a running stream on a GPU; a CPU's is in steps
@@ -69,7 +70,7 @@ class Worker:
         self.engine = commands.engine
         self.stopping = False
         self._park_s = 0.0
-        self._recalls: deque[int] = deque()  # rids
+        self._recalls: deque[int] = deque(maxlen=RECALLS_MAX)  # rids
         self._pulse_due = 0.0
         self._sleep: Callable[[int], object] = socket.poll
         if self.engine.disk is not None:  # what it was asked may be done

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from tests.engine.harness import PROMPT, Bench
 from tests.engine.speculating import LOOKUP, always, tell
 from tests.tiny import make_tiny_model
 
 from stateroom.client import protocol as p
 from stateroom.daemon.engine.model import LoadedModel
-from stateroom.daemon.link import Mark
+from stateroom.daemon.engine.worker import RECALLS_MAX, Worker
+from stateroom.daemon.link import Mark, Recall, Recorded, decode_from_worker, encode_to_worker
 from stateroom.daemon.scheduler.pace import Pace
 
 LONG = [(13 * k) % 200 for k in range(400)]
@@ -219,3 +221,20 @@ def test_an_engine_that_records_nothing(loaded: LoadedModel) -> None:
     rid = bench.start(p.Open(tokens=PROMPT))
     bench.finish(rid)
     assert bench.engine.recorder.marks(rid, 0.0) == ([], 0)
+
+
+def test_a_worker_tells_of_those_last_asked_for_and_of_one_a_turn(bench: Bench) -> None:
+    """Who asked before has given up: the steps of others are held on for nobody."""
+    with zmq.Context() as context, context.socket(zmq.PAIR) as broker, context.socket(zmq.PAIR) as link:
+        broker.bind("inproc://recalls")
+        link.connect("inproc://recalls")
+        worker = Worker(link, bench.commands)
+        asked = list(range(3 * RECALLS_MAX))
+        for rid in asked:
+            broker.send(encode_to_worker(Recall(rid)))
+        worker._take(0)
+        while worker._recall():
+            pass
+        told = [decode_from_worker(broker.recv(zmq.NOBLOCK)) for _ in range(RECALLS_MAX)]
+        assert told == [Recorded(rid, []) for rid in asked[-RECALLS_MAX:]]
+        assert not broker.poll(0)
