@@ -30,7 +30,7 @@ from stateroom.daemon.commands.options import (
     Temperature,
 )
 from stateroom.daemon.commands.ps import stored_as
-from stateroom.daemon.commands.terminal import err, out, receipt_line, write
+from stateroom.daemon.commands.terminal import err, out, receipt_line, say_if_loading, write
 
 BUSY_PAUSE_S = 0.05
 
@@ -179,6 +179,7 @@ def resume(room: Room, name: str, model: str | None, kv: KV) -> Session:
     try:
         session = room.session(name)
     except NotFound:
+        say_if_loading(room.server.models, model)
         return room.open(name=name, model=model, kv=kv)
     there = session.info()
     if model is not None and model != there.model:

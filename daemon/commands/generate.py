@@ -19,7 +19,7 @@ from stateroom.daemon.commands.options import (
     Seed,
     Temperature,
 )
-from stateroom.daemon.commands.terminal import write
+from stateroom.daemon.commands.terminal import say_if_loading, write
 
 FORGET_S = 60.0  # for the daemon to forget the session by itself, when this program is killed
 
@@ -48,6 +48,7 @@ def generate(
         prompt = sys.stdin.read()
     sampling = Sampling(temperature=temperature, seed=seed)
     with connect(endpoint, app=app) as room:
+        say_if_loading(room.server.models, model)
         if raw:
             session = room.open(model=model, kv=KV(scheme=kv), ttl_s=FORGET_S, text=prompt)
         else:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 
-from stateroom.client.protocol import Receipt
+from stateroom.client.protocol import ModelInfo, Receipt
 from stateroom.daemon.top.words import clean
 
 WIDE = 1_000  # columns of what is no terminal: programs read it, and nothing is cut or wrapped
@@ -39,6 +40,13 @@ def write(text: str) -> None:
 def say(line: str) -> None:
     """A line on its own, as long as it is."""
     out.print(plain(line), markup=False, soft_wrap=True)
+
+
+def say_if_loading(models: Sequence[ModelInfo], model: str | None) -> None:
+    """To who looks at it: why nothing happens for a while. `models` as `hello` tells, the default first."""
+    wanted = next((info for info in models if model in (None, info.id)), None)
+    if wanted is not None and not wanted.loaded and err.is_terminal:
+        err.print(f"{plain(wanted.id)} is being loaded …", style="dim", markup=False)
 
 
 def size(count: float) -> str:

@@ -13,6 +13,7 @@ import pytest
 from stateroom.client.protocol import (
     Event,
     KindCaps,
+    ModelInfo,
     RequestInfo,
     SessionInfo,
     SnapshotInfo,
@@ -27,7 +28,7 @@ from stateroom.daemon.commands.ps import table as sessions_table
 from stateroom.daemon.commands.sessions import verdict
 from stateroom.daemon.commands.snapshots import table
 from stateroom.daemon.commands.stats import GROUPS, figure, grouped
-from stateroom.daemon.commands.terminal import out, plain
+from stateroom.daemon.commands.terminal import err, out, plain, say_if_loading
 from stateroom.daemon.commands.trace import table as requests_table
 from stateroom.daemon.commands.watch import WORDS, in_json
 from stateroom.daemon.commands.watch import in_words as event_in_words
@@ -35,6 +36,21 @@ from stateroom.daemon.doctor.check import Check
 from stateroom.daemon.doctor.running import journal, kv
 from stateroom.daemon.families import GAUGES
 from stateroom.daemon.metrics import NAMES, REASONS
+
+
+def test_who_waits_for_a_model_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = [ModelInfo(id="demo", loaded=False), ModelInfo(id="there", loaded=True)]
+    say_if_loading(models, None)
+    assert capsys.readouterr().err == ""  # no terminal: a program reads it
+    monkeypatch.setattr(err, "_force_terminal", True)
+    for model, said in ((None, "demo is being loaded …"), ("there", ""), ("none", "")):
+        say_if_loading(models, model)
+        assert said in (told := capsys.readouterr().err)
+        assert bool(told) == bool(said)
+    say_if_loading([], None)
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
