@@ -263,6 +263,7 @@ class Engine:
         self._last_lines.clear()
         if not failed:
             supervisor.listener.on_down(self, generation, reason)
+        supervisor.recorded(generation, None)
 
     def _receive(self, frame: bytes) -> None:
         if not self._believed:
@@ -379,12 +380,12 @@ class Supervisor:
 
     Attributes:
         recall: the model that sessions are of, by its id; raises `NotFound` when it isn't here any more.
-        recorded: takes what a worker, by its generation, remembers of a request.
+        recorded: takes what a worker, by its generation, remembers of a request; None once it is gone.
     """
 
     listener: Listener
     recall: Callable[[str], ModelSpec]
-    recorded: Callable[[int, Recorded], None]
+    recorded: Callable[[int, Recorded | None], None]
 
     def __init__(
         self,

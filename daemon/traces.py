@@ -84,11 +84,12 @@ class Traces:
         engine.send(Recall(request.request))
         self._wake(WAIT_S)
 
-    def take(self, generation: int, recorded: Recorded) -> None:
-        """What a worker remembers."""
+    def take(self, generation: int, recorded: Recorded | None) -> None:
+        """What a worker remembers; None: it is gone."""
         for asked in list(self._asked.values()):
-            if asked.found.info.rid == recorded.rid and asked.generation == generation:
-                self._answer(asked.ticket, self._find(recorded.rid) or asked.found, recorded)
+            rid = asked.found.info.rid
+            if asked.generation == generation and (recorded is None or recorded.rid == rid):
+                self._answer(asked.ticket, self._find(rid) or asked.found, recorded)
 
     def tick(self) -> None:
         """Answers those who have waited long enough."""

@@ -105,7 +105,7 @@ def test_of_a_worker_that_died_the_broker_s_part_is_left(start_broker: StartBrok
 
 
 def test_a_worker_that_is_silent_is_waited_for_a_moment(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "WAIT_S", 0.5)
+    monkeypatch.setattr(traces, "WAIT_S", 2.0)
     client, other = rig.client("app"), rig.client("app")
     client.open()
     rid, pid = rid_of(client, "open"), working(rig)
@@ -123,6 +123,25 @@ def test_a_worker_that_is_silent_is_waited_for_a_moment(rig: Rig, monkeypatch: p
     assert all("did not answer" in each["missing"] for each in made)
     assert "missing" not in traced(client, rid)
     client.nothing_more()
+
+
+def test_a_worker_that_dies_while_it_is_asked_is_not_waited_for(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traces, "WAIT_S", 600.0)
+    client = rig.client("app")
+    session = client.open()
+    decode = client.send("decode", session=session, max_tokens=3)
+    client.final(decode)
+    rid, pid = rid_of(client, "decode"), working(rig)
+    os.kill(pid, signal.SIGSTOP)
+    asked = [client.send("trace", request=rid) for _ in range(2)]
+    rig.until(lambda broker: len(broker.tickets) == 2)
+    os.kill(pid, signal.SIGKILL)
+    for each in asked:
+        made = client.final(each)
+        assert names(made, "engine") == []
+        assert "went with them" in made["missing"]
 
 
 def test_who_goes_away_while_a_trace_is_made(rig: Rig) -> None:
