@@ -14,7 +14,7 @@ from io import TextIOWrapper
 
 import typer
 
-from stateroom.client.errors import BadConfig, ClientError, StateroomError
+from stateroom.client.errors import BadConfig, BadEndpoint, ClientError, StateroomError
 from stateroom.daemon.commands.bench import bench
 from stateroom.daemon.commands.chat import chat
 from stateroom.daemon.commands.config import app as config
@@ -88,7 +88,7 @@ def obeyed() -> int:
         return leaving.code if isinstance(leaving.code, int) else 0
     except Leave as leaving:
         return failed(leaving.message, leaving.code)
-    except BadConfig as error:
+    except (BadConfig, BadEndpoint) as error:
         return failed(str(error), CONFIG)
     except (ClientError, StateroomError, ModelsError) as error:
         return failed(str(error), FAILED)

@@ -16,7 +16,10 @@ WAITS: dict[str, tuple[str, str]] = {
     "turn": ("waits its turn", "its turn: others are served first"),
     "yielded": ("gave way", "its place: an interactive one has it"),
 }
-_CONTROL = dict.fromkeys((*range(32), *range(127, 160)), "�") | {ord("\n"): " ", ord("\t"): " "}
+# Also what turns the direction of text round: a name could look like another, or like what follows it.
+_CONTROL = dict.fromkeys(
+    (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)), "�"
+) | {ord("\n"): " ", ord("\t"): " "}
 TIERS = {"resident": "device", "disk": "disk", "tokens": "tokens"}
 
 

@@ -393,6 +393,14 @@ def test_a_home_of_the_environment_is_whole_for_the_daemon_as_for_its_clients(fi
     assert shown("--home", "relative")["home"][0] == str(Path("relative").resolve())
 
 
+def test_an_endpoint_that_is_none_leaves_with_the_code_of_a_configuration(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["stateroom", "ps", "--endpoint", "http://x"])
+    assert commands.obeyed() == CONFIG
+    assert "'http://x' is no endpoint" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["rows = 1\n", "rows-max\n"])
 def test_a_wrong_file_stops_what_needs_it_and_nothing_else(
     file: Path, text: str, monkeypatch: pytest.MonkeyPatch

@@ -101,8 +101,8 @@ def test_no_text_can_drive_the_terminal() -> None:
     assert plain("a\x1b[31mb\tc\nd\x9b") == "a�[31mb\tc\nd�"
 
 
-EVIL = "a\x1b]0;b\x07\nc[red]:bomb:\x9b"  # what a client may call itself
-TAMED = "a�]0;b� c[red]:bomb:�"
+EVIL = "a\x1b]0;b\x07\nc[red]:bomb:\x9b\u202e"  # what a client may call itself
+TAMED = "a�]0;b� c[red]:bomb:��"
 
 
 def test_no_name_drives_the_terminal_breaks_a_line_or_is_taken_for_markup(
@@ -126,7 +126,7 @@ def test_no_name_drives_the_terminal_breaks_a_line_or_is_taken_for_markup(
         show_entry(json.dumps({"level": "error", "event": "bug", "exception": "two\nlines"}), False)
     assert "\x1b" not in printed.get()
     assert printed.get().count(":bomb:") == 3
-    assert 'app="a\\u001b]0;b\\u0007\\nc[red]:bomb:\\u009b"' in printed.get()
+    assert 'app="a\\u001b]0;b\\u0007\\nc[red]:bomb:\\u009b\\u202e"' in printed.get()
     assert "exception=two\nlines" in printed.get()
     assert failed(EVIL, 1) == 1
     assert "\x1b" not in capsys.readouterr().err
