@@ -95,8 +95,10 @@ def show(
     owner = account(user) if boot else None
     service = Service(arguments(model, kv_budget, more))
     if owner is not None:
-        home = home_dir() if owner.uid == os.getuid() else owner.home / ".stateroom"
-        service = replace(service, home=home, runtime=home / "run", user_home=owner.home)
+        ours = owner.uid == os.getuid()
+        home = home_dir() if ours else owner.home / ".stateroom"
+        inherited = service.inherited if ours else {}
+        service = replace(service, home=home, runtime=home / "run", user_home=owner.home, inherited=inherited)
     if activate:
         chosen = _endpoint_option(more or [])
         where = f"ipc://{service.runtime / SOCKET_NAME}" if owner is not None and chosen is None else chosen

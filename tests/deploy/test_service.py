@@ -69,6 +69,17 @@ def test_show_a_service_of_the_machine(account: Account) -> None:
     assert "/etc/systemd/system/stateroom.socket" in done.stderr
 
 
+def test_a_service_of_somebody_else_has_none_of_our_places(account: Account) -> None:
+    """His daemon would refuse a configuration of ours, and could not write where our models are cached."""
+    (account.home / "own.toml").touch(mode=0o600)
+    account.env |= {"STATEROOM_CONFIG": str(account.home / "own.toml"), "HF_HOME": str(account.home)}
+    other = next(user.pw_name for user in pwd.getpwall() if user.pw_uid != os.getuid())
+    assert f"STATEROOM_CONFIG={account.home}" in account.types("service", "show", "--boot").stdout
+    done = account.types("service", "show", "--boot", "--user", other)
+    assert f"User={other}" in done.stdout
+    assert str(account.home) not in done.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
