@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import socket
 import stat
 from collections.abc import MutableMapping
@@ -82,7 +83,7 @@ def from_systemd(environment: MutableMapping[str, str], pid: int) -> Handed | No
     told = {name: environment.pop(name, "") for name in SYSTEMD}
     if told["LISTEN_PID"] != str(pid):
         return None  # none, or meant for a process above us
-    count = int(told["LISTEN_FDS"]) if told["LISTEN_FDS"].isdecimal() else 0
+    count = int(told["LISTEN_FDS"]) if re.fullmatch("[0-9]{1,3}", told["LISTEN_FDS"]) else 0
     if not 0 < count <= HANDED_MOST:
         return None
     descriptors = range(FIRST, FIRST + count)

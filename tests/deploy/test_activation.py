@@ -112,7 +112,12 @@ def variables(pid: int, count: str = "1") -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "told", [{"PATH": "/bin"}, variables(os.getpid() + 1), variables(os.getpid(), "0"), variables(1, "x")]
+    "told",
+    [
+        {"PATH": "/bin"},
+        variables(os.getpid() + 1),
+        *(variables(os.getpid(), count) for count in ("0", "x", "-1", "\N{SUPERSCRIPT TWO}", "9" * 5_000)),
+    ],
 )
 def test_variables_for_somebody_else_hand_nothing_over(told: dict[str, str]) -> None:
     assert from_systemd(told, os.getpid()) is None
