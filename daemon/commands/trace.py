@@ -82,8 +82,10 @@ def _write(file: Path, text: str) -> None:
     if str(file) == "-":
         sys.stdout.write(text + "\n")
         return
+    stream = file.open("w")  # where that can't be, what is there stays
     try:
-        file.write_text(text + "\n")
+        with stream:
+            stream.write(text + "\n")
     except OSError as error:
         if file.is_file():
             file.unlink()  # a part of it would be of no use

@@ -29,6 +29,7 @@ from stateroom.daemon.commands.sessions import verdict
 from stateroom.daemon.commands.snapshots import table
 from stateroom.daemon.commands.stats import GROUPS, figure, grouped
 from stateroom.daemon.commands.terminal import err, out, plain, say_if_loading
+from stateroom.daemon.commands.trace import _write as write_trace
 from stateroom.daemon.commands.trace import table as requests_table
 from stateroom.daemon.commands.watch import WORDS, in_json
 from stateroom.daemon.commands.watch import in_words as event_in_words
@@ -149,6 +150,22 @@ def test_the_doctor_tells_of_a_journal_that_is_behind(lag_s: float, wanted: str)
     found = journal({"journal_pending": 3.0, "journal_lag_s": lag_s})
     assert found.state == wanted
     assert ("20 s" in found.finding) is (wanted == "problem")
+
+
+def test_a_trace_that_cannot_be_written_takes_no_file_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "there"
+    there.write_text("another's")
+
+    def refuse(path: Path, *_: Any, **__: Any) -> None:  # as of a file that is read-only, to all but root
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(PermissionError):
+        write_trace(there, "{}")
+    assert there.exists()
 
 
 def test_what_the_system_says_of_a_file() -> None:
