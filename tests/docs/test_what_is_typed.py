@@ -46,6 +46,7 @@ edited_buffer = buffer.replace("3.14", "pi * radius ** 2")
 SHOWS = {
     "python.md": (
         r"(stop|stop_token|length) \d+\n$",
+        r"^[1-9]\d* .*\n$",
         r"^\d{3} fork\n$",
         r"^snapshot True\nTrue\n$",
         r"^decode (queued|running|ending|done) .*\n(.*\n)*my-editor tale \d+ ",
