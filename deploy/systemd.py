@@ -96,6 +96,8 @@ class Systemd:
         config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
         self.folder = folder or Path(config).expanduser() / "systemd" / "user"
         self.path, self.socket_path = self.folder / UNIT, self.folder / SOCKET
+        # Made before a file is changed, and gone once systemd has been told: see `install`.
+        self._unfinished = self.folder / f".{UNIT}.unfinished"
 
     def files(self, service: Service, user: User | None = None) -> dict[Path, str]:
         folder = self.folder if user is None else SYSTEM
@@ -112,8 +114,13 @@ class Systemd:
         service.make_folders()
         if self.path.exists() and self._activated != (service.socket is not None):
             self._take_out()
-        changed = [path for path, text in self.files(service).items() if written(path, text.encode())]
+        # What was refused, or ended, half way is done when it is asked for again.
+        changed = self._unfinished.exists() or self._differs(service)
         if changed:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._unfinished.touch()
+            for path, text in self.files(service).items():
+                written(path, text.encode())
             self._checked(self._ctl("daemon-reload"))
         first = SOCKET if self._activated else UNIT
         self._checked(self._ctl("enable", first))
@@ -121,12 +128,14 @@ class Systemd:
         if changed and self._activated:
             self._checked(self._ctl("stop", UNIT))  # it has the socket, which can't be made anew meanwhile
         self._checked(self._ctl("restart" if changed else "start", first))
+        self._unfinished.unlink(missing_ok=True)
         return self.status()
 
     def uninstall(self) -> None:
         self._there()
         if self.path.exists():
             self._take_out()
+        self._unfinished.unlink(missing_ok=True)
 
     def start(self) -> Status:
         self._installed()
@@ -174,6 +183,10 @@ class Systemd:
         self._there()
         if not self.path.exists():
             raise ServiceError("The service isn't installed: `stateroom service install` does that.")
+
+    def _differs(self, service: Service) -> bool:
+        files = self.files(service).items()
+        return any(not path.exists() or path.read_bytes() != text.encode() for path, text in files)
 
     @property
     def _activated(self) -> bool:

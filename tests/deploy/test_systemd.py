@@ -264,3 +264,39 @@ def test_codes_that_are_for_good() -> None:
 
 def test_this_machine_has_a_manager() -> None:
     assert manager().status().where.endswith((".service", ".plist"))
+
+
+@pytest.mark.parametrize("activated", [False, True])
+def test_an_upgrade_that_was_ended_half_way_is_done_when_it_is_asked_for_again(
+    service: Service, tmp_path: Path, activated: bool
+) -> None:
+    """Wherever it was killed: else what ran before would run on, under files that say something else."""
+    if activated:
+        service = replace(service, socket=service.runtime / "stateroom.sock")
+    upgraded = replace(service, arguments=("--model=/m/other",))
+    for at in range(1, 100):
+        control, folder = Systemctl(), tmp_path / str(at)
+        Systemd(control, folder).install(service)
+        done = 0
+
+        def killed(command: Sequence[str], control: Systemctl = control, at: int = at) -> Said:
+            nonlocal done
+            done += 1
+            if done == at:
+                raise KeyboardInterrupt
+            return control(command)
+
+        try:
+            Systemd(killed, folder).install(upgraded)
+        except KeyboardInterrupt:
+            Systemd(control, folder).install(upgraded)
+        else:
+            break  # that was the last one
+        last = len(control.calls) - control.calls[::-1].index("daemon-reload") - 1
+        assert any(call.startswith("restart") for call in control.calls[last:])
+        control.calls.clear()
+        Systemd(control, folder).install(upgraded)
+        assert not any(call.startswith(("restart", "daemon-reload")) for call in control.calls)
+        Systemd(control, folder).uninstall()
+        assert list(folder.iterdir()) == []
+    assert at > 5
