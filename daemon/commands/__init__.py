@@ -12,8 +12,6 @@ import sys
 from collections.abc import Callable
 from io import TextIOWrapper
 
-import typer
-
 from stateroom.client.errors import BadConfig, BadEndpoint, ClientError, StateroomError
 from stateroom.daemon.commands.bench import bench
 from stateroom.daemon.commands.chat import chat
@@ -31,6 +29,7 @@ from stateroom.daemon.commands.sessions import close, park, verify
 from stateroom.daemon.commands.snapshots import export, forget, import_, restore, save, snapshots
 from stateroom.daemon.commands.stats import stats
 from stateroom.daemon.commands.stop import stop
+from stateroom.daemon.commands.switches import Commands
 from stateroom.daemon.commands.terminal import plain
 from stateroom.daemon.commands.top import top
 from stateroom.daemon.commands.trace import trace
@@ -51,10 +50,9 @@ from stateroom.daemon.models import ModelsError
 NAME = "stateroom"
 COMPLETING = "_STATEROOM_COMPLETE"  # set by a shell that asks for completions
 
-app = typer.Typer(
+app = Commands(
     name=NAME,
     help="Language-model sessions that stay on the GPU, lent to every program on the machine.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 # By the panels of `stateroom --help`.

@@ -18,12 +18,13 @@ from stateroom.client.paths import default_endpoint, home_dir
 from stateroom.daemon import settings
 from stateroom.daemon.commands.options import AsJson
 from stateroom.daemon.commands.serve import refuse
+from stateroom.daemon.commands.switches import Commands
 from stateroom.daemon.commands.terminal import cell, err, out
 from stateroom.daemon.exits import CONFIG, FAILED, Leave
 from stateroom.daemon.settings.known import COMMANDS, HOME, variable_of
 from stateroom.daemon.settings.template import template
 
-app = typer.Typer(help="Write, check and explain the configuration file.", no_args_is_help=True)
+app = Commands(help="Write, check and explain the configuration file.")
 Options = Annotated[
     list[str] | None,
     typer.Argument(metavar="[OPTIONS]", help="Options of `serve`, behind --, to be taken into account."),

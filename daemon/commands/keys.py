@@ -10,6 +10,7 @@ import typer
 
 from stateroom.client.paths import home_dir
 from stateroom.daemon.commands.options import AsJson
+from stateroom.daemon.commands.switches import Commands
 from stateroom.daemon.commands.terminal import err, out
 from stateroom.daemon.exits import CONFIG, Leave
 from stateroom.daemon.keys import (
@@ -22,9 +23,7 @@ from stateroom.daemon.keys import (
     write_key_file,
 )
 
-app = typer.Typer(
-    help="Make and list keys for clients of other machines: `serve --listen`.", no_args_is_help=True
-)
+app = Commands(help="Make and list keys for clients of other machines: `serve --listen`.")
 Name = Annotated[
     str,
     typer.Argument(metavar="NAME", help="The client's name. What it opens belongs to NAME/its app."),

@@ -10,11 +10,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from stateroom.daemon.commands.completing import installed_models
 from stateroom.daemon.commands.options import AsJson
+from stateroom.daemon.commands.switches import Commands
 from stateroom.daemon.commands.terminal import err, out, size
 from stateroom.daemon.exits import CONFIG, Leave
 from stateroom.daemon.models import DEMO, InstalledModel, add_demo, list_installed, remove
 
-app = typer.Typer(help="Add, list and remove the models installed here.", no_args_is_help=True)
+app = Commands(help="Add, list and remove the models installed here.")
 Name = Annotated[
     str, typer.Argument(metavar="NAME", help="The model's name.", autocompletion=installed_models)
 ]

@@ -10,13 +10,14 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import typer
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperOption
 
 from stateroom.client.errors import BadEndpoint
 from stateroom.client.limits import BATCH_MAX
 from stateroom.client.paths import check_endpoint, default_endpoint, home_dir, ipc_path, runtime_dir
 from stateroom.daemon import settings
 from stateroom.daemon.commands.completing import installed_models
+from stateroom.daemon.commands.switches import Command
 from stateroom.daemon.config import STATE_NAME, Config, parse_bytes, parse_quotas, parse_weights
 from stateroom.daemon.exits import CONFIG, Leave
 from stateroom.daemon.keys import KEYS_NAME, Keys, over_network
@@ -53,7 +54,7 @@ def configure(context: typer.Context, home: Path | None) -> Path | None:
     return home
 
 
-class ServeCommand(TyperCommand):
+class ServeCommand(Command):
     """`serve` to click: it has a variable for each option, and one that can't be is named."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

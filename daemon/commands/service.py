@@ -24,6 +24,7 @@ from stateroom.daemon.commands.config import taken_by
 from stateroom.daemon.commands.following import last_lines
 from stateroom.daemon.commands.options import AsJson
 from stateroom.daemon.commands.serve import refuse
+from stateroom.daemon.commands.switches import Commands
 from stateroom.daemon.commands.terminal import err, out, plain, say
 from stateroom.daemon.config import parse_bytes
 from stateroom.daemon.exits import CONFIG, FAILED, RUNNING, Leave
@@ -36,7 +37,7 @@ LINES = 20
 
 T = TypeVar("T")
 
-app = typer.Typer(no_args_is_help=True, help="Have launchd or systemd start the daemon.")
+app = Commands(help="Have launchd or systemd start the daemon.")
 
 
 Models = Annotated[

@@ -65,6 +65,7 @@ def test_help_says_what_everything_is_in_eighty_columns(path: tuple[str, ...]) -
         assert told.rstrip().endswith((".", ")")), f"{parameter.name} of {' '.join(path)}: {told}"
     text = help_of(*path)
     assert max(map(len, text.splitlines())) <= COLUMNS
+    assert "<bool>" not in text, "a switch takes no value"
     assert "…" not in text.replace("tcp://…", ""), "something was cut"
     for name in command.commands if isinstance(command, TyperGroup) else ():
         assert f"│ {name} " in text
