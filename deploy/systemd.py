@@ -15,7 +15,7 @@ RESTART_S = 2
 BACKLOG = 512  # clients that wait while it starts
 STARTS, STARTS_S = 5, 60  # more than so many in so long, and systemd gives up
 # Of `daemon/exits.py`: trying again can't help. A test compares them.
-PERMANENT = (64, 65, 69, 77)
+PERMANENT = (2, 64, 65, 69, 77)
 NOT_HERE = "There is no systemd of this user here; start it with `stateroom serve`."
 
 

@@ -83,7 +83,7 @@ def obeyed() -> int:
     try:
         app(prog_name=NAME)
     except SystemExit as leaving:
-        return leaving.code if isinstance(leaving.code, int) else 0
+        return told_to_manager(leaving.code) if isinstance(leaving.code, int) else OK
     except Leave as leaving:
         return failed(leaving.message, leaving.code)
     except (BadConfig, BadEndpoint) as error:
@@ -131,6 +131,10 @@ def failed(message: str, code: int) -> int:
     if COMPLETING not in os.environ:  # else it would stand in the middle of what is typed
         with contextlib.suppress(OSError):
             sys.stderr.write(f"{NAME}: {plain(message)}\n")
-    if code in PERMANENT and os.environ.get(SERVICE_VARIABLE) == LAUNCHD:
-        return OK  # so that it isn't tried again for ever
-    return code
+    return told_to_manager(code)
+
+
+def told_to_manager(code: int) -> int:
+    """The code that is left with: 0 where launchd would try for ever what can't be."""
+    by_launchd = os.environ.get(SERVICE_VARIABLE) == LAUNCHD
+    return OK if code in PERMANENT and by_launchd else code

@@ -114,7 +114,7 @@ def _limits(app: str, limits: Any) -> Iterator[str]:
     for limit, most in limits.items():
         if limit not in names:
             raise Wrong(f"is no limit{nearest(limit, names)}", app, limit)
-        if isinstance(most, bool) or not isinstance(most, int | str):
+        if isinstance(most, bool) or not isinstance(most, int | str) or "," in str(most):
             raise Wrong(f"takes a number or a size, not {_shown(most)}.", app, limit)
         yield f"{limit}:{most}"
 

@@ -48,12 +48,13 @@ def test_what_the_library_chokes_on_is_refused_by_name(file: Path, text: str) ->
         ('kv-budget = "' + "9" * 400 + 'GiB"', "1024 TiB at the most"),
         ("kv-budget = 99999999999999999999", "1024 TiB at the most"),
         ("[quota.x]\ndisk = 99999999999999999999", "1024 TiB at the most"),
+        ('[quota.x]\nsessions = "3,bytes:4GiB"', "takes a number or a size"),
         ("[weight]\nx = 0x" + "f" * 5_000, "weight has a number of thousands of digits"),
         ("[" + ".".join(["quota", *"a" * 2_000]) + "]", "quota"),
         ('endpoint = "ipc:///run/x\\u0000y"', "control characters"),
         ('endpoint = "ipc:///run/x\\ny"', "control characters"),
     ],
-    ids=["number", "size", "float", "uint64", "quota", "weight", "header", "nul", "newline"],
+    ids=["number", "size", "float", "uint64", "quota", "two in one", "weight", "header", "nul", "newline"],
 )
 def test_values_beyond_all_measure_are_refused_by_name(file: Path, text: str, said: str) -> None:
     write(file, text)

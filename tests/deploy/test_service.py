@@ -149,3 +149,14 @@ def test_the_managers_file_stays_small(account: Account) -> None:
         daemon.wait(ANSWER_S)
     assert file.read_text() == ""
     assert '"event": "serving"' in (account.home / "logs" / "stateroom.log").read_text()
+
+
+@pytest.mark.parametrize("option", ["--rows-max=nine", "--rows-max=9999", "--no-such-option"])
+def test_launchd_does_not_try_again_what_is_not_understood(account: Account, option: str) -> None:
+    """It would for ever, for any code but 0; a person, and systemd, are told by 2."""
+    command = [sys.executable, "-m", "stateroom.daemon.cli", "serve", option]
+    by_launchd = account.env | {"STATEROOM_SERVICE": "launchd"}
+    told = [
+        subprocess.run(command, env=env, capture_output=True).returncode for env in (account.env, by_launchd)
+    ]
+    assert told == [2, 0]
