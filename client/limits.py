@@ -39,6 +39,7 @@ REQUESTS_QUEUED_MAX = 1_024  # open at once in the daemon
 OUTBOX_MESSAGES_MAX = 1_024  # replies waiting for one client that does not read
 
 NAME_PATTERN = rf"[A-Za-z0-9._-]{{1,{NAME_MAX}}}"
+NAME_WORDS = f"1 to {NAME_MAX} characters, of ASCII letters, digits, dots, underscores and hyphens"
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A regular expression that the whole string must match."""
+    """A regular expression that the whole string must match; in words it is what a string "should have"."""
 
     regex: str
+    words: str

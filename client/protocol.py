@@ -25,6 +25,7 @@ from stateroom.client.limits import (
     MESSAGE_BYTES_MAX,
     MESSAGES_MAX,
     NAME_PATTERN,
+    NAME_WORDS,
     REPETITION_WINDOW_MAX,
     SESSIONS_MAX,
     STOP_STRING_MAX,
@@ -40,7 +41,7 @@ from stateroom.client.limits import (
 )
 
 TokenId = Annotated[int, Range(0, 2**31 - 1)]  # the model's vocabulary is checked by the engine
-Name = Annotated[str, Pattern(NAME_PATTERN)]
+Name = Annotated[str, Pattern(NAME_PATTERN, NAME_WORDS)]
 SessionRef = Annotated[str, Size(1, 128)]  # a session id or an own name
 TrunkRef = Annotated[str, Size(1, 128)]  # what `publish` gave, or the name of an own one
 ModelRef = Annotated[str, Size(1, 1024)]

@@ -35,6 +35,7 @@ SHOWN_MAX = 64  # characters of a caller's own word that an error repeats
 NO_ARGUMENT = "(no argument)"  # in the log, for a caller's own word
 
 _arguments: set[str] = {*ENVELOPE}
+_forms: dict[str, str] = {}  # in words, by pattern
 
 
 class Refused(Exception):
@@ -76,7 +77,9 @@ def _constraint(mark: object, of_list: bool) -> Any:
         size = {"min_length": mark.least or None, "max_length": mark.most}
         return Field(**size, fail_fast=True) if of_list else Field(**size)  # type: ignore[call-overload]
     if isinstance(mark, Pattern):
-        return Field(pattern=f"^(?:{mark.regex})$")
+        pattern = f"^(?:{mark.regex})$"
+        _forms[pattern] = mark.words
+        return Field(pattern=pattern)
     raise TypeError(f"{mark!r} has no meaning here")
 
 
@@ -140,6 +143,8 @@ def _said(op: str, error: ValidationError) -> Invalid:
     if flaw["type"] == "missing":
         return Invalid(f"`{op}` needs the argument `{path}`.", field=path)
     wrong = re.sub(r"^(Input|String|List|Value) ", "", flaw["msg"])
+    if flaw["type"] == "string_pattern_mismatch":
+        wrong = f"should have {_forms[flaw['ctx']['pattern']]}"
     wrong = "should be a map" if flaw["type"] == "model_type" else wrong
     return Invalid(f"The argument `{path}` of `{op}` {wrong}.", field=path)
 

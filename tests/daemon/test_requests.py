@@ -102,6 +102,15 @@ def test_the_field_at_fault_is_named_as_on_the_wire(wrong: dict[str, Any], field
     assert refusal(frame(**{**DECODE, **wrong})) == (3, "invalid", field)
 
 
+def test_a_name_that_can_t_be_is_refused_in_words() -> None:
+    with pytest.raises(Refused) as refused:
+        parse(frame(**{**OPEN, "name": "my notes"}))
+    assert str(refused.value) == (
+        "The argument `name` of `open` should have 1 to 64 characters, of ASCII letters, digits, dots, "
+        "underscores and hyphens."
+    )
+
+
 @pytest.mark.parametrize(
     ("wrong", "field"),
     [
