@@ -27,8 +27,9 @@ from stateroom.daemon.settings.template import template
 app = Commands(help="Write, check and explain the configuration file.")
 Options = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[OPTIONS]", help="Options of `serve`, behind --, to be taken into account."),
+    typer.Argument(metavar="OPTION", help="Options of `serve`, to be taken into account."),
 ]
+LIKE_SERVE = {"ignore_unknown_options": True}  # they aren't unknown to `serve`
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class Held:
         return {"name": self.name, "value": self.value, "origin": self.origin, "where": self.where}
 
 
-@app.command()
+@app.command(context_settings=LIKE_SERVE)
 def show(context: typer.Context, options: Options = None, as_json: AsJson = False) -> None:
     """Show what `serve` would take here, and where each value comes from.
 
     stateroom config show
-    stateroom config show -- --kv-budget 8GiB
+    stateroom config show --kv-budget 8GiB
     """
     held = list(holding(context, options or []))
     _note_strange_variables()
@@ -89,7 +90,7 @@ def init() -> None:
     out.print(f"Written: {file}", markup=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(context_settings=LIKE_SERVE)
 def check(context: typer.Context, options: Options = None) -> None:
     """Tell all that is wrong with the file and the environment; the exit code is 64 when something is."""
     _, problems = settings.examine()
@@ -126,11 +127,11 @@ def taken_by(name: str, options: Sequence[str], context: typer.Context) -> typer
 
     Raises what the command would, when they can't work.
     """
-    group = context.find_root().command
-    assert isinstance(group, TyperGroup)
-    command = group.get_command(context, name)
+    root = context.find_root()
+    assert isinstance(root.command, TyperGroup)
+    command = root.command.get_command(context, name)
     assert command is not None
-    return cast(typer.Context, command.make_context(name, list(options)))
+    return cast(typer.Context, command.make_context(name, list(options), parent=root))
 
 
 def _held(context: typer.Context, found: settings.Settings, parameter: str, default_words: str) -> Held:

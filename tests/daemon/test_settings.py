@@ -401,6 +401,19 @@ def test_an_endpoint_that_is_none_leaves_with_the_code_of_a_configuration(
     assert "'http://x' is no endpoint" in capsys.readouterr().err
 
 
+def test_options_of_serve_need_nothing_before_them() -> None:
+    """And what is wrong with them is told as `serve` tells it."""
+    for arguments in (["show", "--rows-max", "3", "--json"], ["show", "--json", "--", "--rows-max", "3"]):
+        done = config(*arguments)
+        assert {"name": "rows-max", "value": 3, "origin": "option", "where": "--rows-max"} in json.loads(
+            done.stdout
+        )["settings"]
+    for wrong in (["--rows-mx", "3"], ["--rows-max", "99"]):
+        done = config("check", *wrong)
+        assert done.exit_code == 2
+        assert "Usage: stateroom serve" in done.stderr
+
+
 @pytest.mark.parametrize("text", ["rows = 1\n", "rows-max\n"])
 def test_a_wrong_file_stops_what_needs_it_and_nothing_else(
     file: Path, text: str, monkeypatch: pytest.MonkeyPatch
