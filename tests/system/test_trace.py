@@ -67,11 +67,15 @@ def test_a_decode_beside_a_prefill(
     within(first)
 
     beside = threading.Thread(target=lambda: other.open(tokens=LONG))
-    for number, _ in enumerate(session.decode(DRAWN, ignore_eos=True)):
-        if number == 5:
-            beside.start()
+    streams: list[TraceResult] = []
+    while not streams or beside.is_alive():  # on a busy machine it may come when the first is over
+        for number, _ in enumerate(session.decode(DRAWN, ignore_eos=True)):
+            if number == 5 and not streams:
+                beside.start()
+        streams.append(room.trace(newest(room, "decode")))
     beside.join()
-    ours, theirs = room.trace(newest(room, "decode")), other.trace(newest(other, "open"))
+    met = [each for each in streams if any("prefill_ms" in span.details for span in of(each, "others"))]
+    ours, theirs = met[0], other.trace(newest(other, "open"))
     for trace in (ours, theirs):
         within(trace)
         assert (trace.dropped, trace.missing) == (0, None)
@@ -81,7 +85,6 @@ def test_a_decode_beside_a_prefill(
     assert sum(span.details["tokens"] for span in of(ours, "decode")) == DRAWN
     assert sum(span.details["steps"] for span in of(ours, "decode")) == DRAWN
     assert sum(span.details["tokens"] for span in of(theirs, "prefill")) == len(LONG) - 1
-    assert any("prefill_ms" in span.details for span in of(ours, "others"))
     assert any("decode_ms" in span.details for span in of(theirs, "others"))
     sends = of(ours, "sends", where="broker")
     assert sum(span.details["replies"] for span in sends) == DRAWN
