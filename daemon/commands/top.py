@@ -62,6 +62,8 @@ async def _show(source: DaemonSource, app: str | None, interval_s: float, only_o
     if seen and not only_once and os.environ.get("TERM", "dumb") != "dumb":
         from stateroom.daemon.top.screen import run  # takes 0.3 s to import, which no other command needs
 
+        for size in ("COLUMNS", "LINES"):  # they would be believed still when the window has another one
+            os.environ.pop(size, None)
         code = await run(source, app)
         if code != OK:
             raise typer.Exit(code)

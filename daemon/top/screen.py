@@ -206,8 +206,13 @@ class Top(App[int], inherit_bindings=False):
 
 async def run(source: Source, owner: str | None = None) -> int:
     """The live view until it is left; gives the exit code. Raises what the first look raises."""
+    app: Top | None = None
     try:
         app = Top(source, await source.look(), owner)
         return await app.run_async(mouse=False) or OK
     finally:
+        # Else its thread for keys outlives an end that Textual did not see to, on a terminal that is gone.
+        ended = getattr(app and app._driver, "exit_event", None)
+        if ended is not None:
+            ended.set()
         await source.close()

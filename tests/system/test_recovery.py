@@ -191,7 +191,7 @@ def test_workers_killed_at_random_moments_cost_nobody_a_token(
     assert counters["engine_deaths"] == KILLS
     assert counters["requests_resumed"] >= KILLS  # of those that there were
     assert events >= 2
-    assert "sessions_quarantined" not in counters
+    assert counters["sessions_quarantined"] == 0
     assert not [n for n in counters if n.startswith("requests.") and n.endswith(".engine_lost")]
     assert rig.look(lambda broker: len(broker.tickets)) == 0
 

@@ -65,9 +65,12 @@ def everything(client: Raw) -> set[str]:
     for op, arguments in asked:
         if client.ask(op, **{name + "_": value for name, value in arguments.items()})["kind"] == "result":
             done.add(op)
+    remembered = client.ask("requests")["requests"]
+    for request in remembered:
+        assert client.ask("trace", request=request["rid"])["kind"] == "result"
     client.socket.send(SECRET.encode() * 10)  # no message at all
     assert client.receive()["error"]["code"] == "malformed"
-    return done
+    return done | {"requests"} | ({"trace"} if remembered else set())
 
 
 def digits_of(ids: list[int]) -> re.Pattern[str]:
