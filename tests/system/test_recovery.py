@@ -214,9 +214,9 @@ def test_a_worker_that_hangs_costs_nobody_a_token(start_broker: StartBroker, roo
 
 def test_where_a_worker_hangs_is_in_the_log(start_broker: StartBroker) -> None:
     """Of all its threads; here the pulse of a worker that is well is awaited too soon."""
-    rig = start_broker(patience=Patience(silence_s=0.2, hang_s=0.3, stacks_s=0.5, restart_first_s=0.05))
+    rig = start_broker(patience=Patience(silence_s=0.2, hang_s=0.3, stacks_s=3.0, restart_first_s=0.05))
     rig.until(
-        lambda _: any("most recent call first" in str(entry.get("line")) for entry in rig.entries()), 20.0
+        lambda _: any("most recent call first" in str(entry.get("line")) for entry in rig.entries()), 40.0
     )
 
 
