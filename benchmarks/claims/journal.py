@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
 from benchmarks.measurement import Measurement, compare
-from benchmarks.rig import DEMO, TEXT, TOY, Model, Rig
-from benchmarks.streams import draw
+from benchmarks.paid import draw_and_pay
+from benchmarks.rig import DEMO, TOY, Model, Rig
 
 from stateroom.client import Room
 
@@ -68,15 +67,6 @@ def _measure(rig: Rig, model: Model) -> list[Measurement]:
 
 
 def _round(room: Room, tokens: int) -> Kept:
-    worker = psutil.Process(room.stats().models[0]["pid"])
-    broker = worker.parent()
-    assert broker is not None
-    text = TEXT.read_text(encoding="utf-8")
-    sessions = [room.open(text=text[100 * i : 100 * i + 200]) for i in range(STREAMS)]
-    before = sum(broker.cpu_times()[:2])
-    drawn = draw(sessions, tokens)
-    took_s = max(times[-1] for times in drawn.times)
-    busy_s = sum(broker.cpu_times()[:2]) - before
-    for session in sessions:
-        session.close()
-    return Kept(drawn.tokens, STREAMS * tokens / took_s, busy_s / took_s)
+    paid = draw_and_pay(room, STREAMS, tokens)
+    took_s = max(times[-1] for times in paid.drawn.times)
+    return Kept(paid.drawn.tokens, STREAMS * tokens / took_s, paid.broker_s / took_s)

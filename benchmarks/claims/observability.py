@@ -17,11 +17,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from statistics import median
 
-import psutil
 from benchmarks.measurement import Measurement, compare
 from benchmarks.observers import observers, turned
-from benchmarks.rig import DEMO, TEXT, TOY, Model, Rig
-from benchmarks.streams import draw
+from benchmarks.paid import draw_and_pay
+from benchmarks.rig import DEMO, TOY, Model, Rig
 
 from stateroom.client import Room
 from stateroom.daemon.blas import find_blas, preloaded
@@ -136,22 +135,10 @@ def _observed(room: Room, process: subprocess.Popen[str], tokens: int) -> Round:
 
 
 def _round(room: Room, tokens: int) -> Round:
-    worker = psutil.Process(room.stats().models[0]["pid"])
-    broker = worker.parent()
-    assert broker is not None
-    text = TEXT.read_text(encoding="utf-8")
-    sessions = [room.open(text=text[100 * i : 100 * i + 200]) for i in range(STREAMS)]
-    before = [_cpu_s(process) for process in (broker, worker)]
-    drawn = draw(sessions, tokens)
-    took = [_cpu_s(process) - s for process, s in zip((broker, worker), before, strict=True)]
-    for session in sessions:
-        session.close()
-    cpu_ms, broker_ms = (1000 * seconds / (STREAMS * tokens) for seconds in (sum(took), took[0]))
-    return Round(drawn.tokens, drawn.tokens_per_s, cpu_ms, broker_ms)
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    return sum(process.cpu_times()[:2])
+    paid = draw_and_pay(room, STREAMS, tokens)
+    cpu_s = (paid.broker_s + paid.worker_s, paid.broker_s)
+    cpu_ms, broker_ms = (1000 * seconds / (STREAMS * tokens) for seconds in cpu_s)
+    return Round(paid.drawn.tokens, paid.drawn.tokens_per_s, cpu_ms, broker_ms)
 
 
 def _free_port() -> int:
