@@ -12,8 +12,7 @@ import resource
 import shutil
 import signal
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from tests.caches.snapshots.material import (
     plain_of_material,
     run,
 )
+from tests.dying import steps_told
 
 from stateroom.caches.snapshots.content import Material
 from stateroom.caches.snapshots.library import Library
@@ -129,25 +129,15 @@ def at_random(folder: Path, kills: int, seed: int) -> dict[str, int]:
     seen = {"kills": 0, "saves": 0}
     last = 0
     for _ in range(kills):
-        out, into = os.pipe()
 
-        def work(into: int = into, begin: int = last) -> None:
+        def work(begin: int = last) -> Iterator[None]:
             opened = Library(folder)
-            os.write(into, b".")
+            yield
             for n in range(begin + 1, begin + 10_000):
                 save(opened, n)
-                os.write(into, b".")
+                yield
 
-        pid = forked(work)
-        os.close(into)
-        assert os.read(out, 1) == b"."
-        time.sleep(drawn.random() * 0.1)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        told = 0
-        while more := os.read(out, 4096):
-            told += len(more)
-        os.close(out)
+        told = steps_told(work(), drawn.random() * 0.1)
         found = seed_found(folder) or 0
         assert last + told <= found <= last + told + 1, (last, told, found)
         seen["kills"] += 1

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.daemon.store.dying import steps_told
 from tests.daemon.store.messages import World, assert_same
+from tests.dying import steps_told
 
 from stateroom.daemon.store.pending import Pending
 from stateroom.daemon.store.store import Store
