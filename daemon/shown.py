@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from stateroom.daemon.session import Session
     from stateroom.daemon.tickets import Ticket
 
+ID_SHOWN = 8  # characters of a session's id: enough to follow it, too few to use it
+
 STATES = {
     SessionState.OPENING: "running",
     SessionState.IDLE: "idle",
@@ -28,6 +30,11 @@ PROGRESS: dict[RequestState, Literal["queued", "running", "ending", "done"]] = {
     RequestState.ORPHANED: "ending",
     RequestState.DONE: "done",
 }
+
+
+def short(session_id: str) -> str:
+    """A session's id as it stands in logs and tables."""
+    return session_id[:ID_SHOWN]
 
 
 def shown(session: Session, split: tuple[int, int], published: list[str], now_s: float) -> SessionInfo:

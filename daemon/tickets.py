@@ -51,9 +51,8 @@ from stateroom.daemon.quotas import Quotas
 from stateroom.daemon.recorder import Record
 from stateroom.daemon.requests import loggable
 from stateroom.daemon.session import Session
-from stateroom.daemon.shown import request_shown
+from stateroom.daemon.shown import request_shown, short
 
-SESSION_SHOWN = 8  # characters of a session id in the log: enough to follow it, too few to use it
 REFUSALS_LOGGED_PER_S = 20  # of frames that never became a request: a broken client must not fill the disk
 RECENT_MAX = 256  # requests that ended, remembered for `requests`
 # Answered before the next message is read, so not counted, nor remembered.
@@ -315,7 +314,7 @@ class Tickets:
             "client": ticket.client[:CLIENT_SHOWN] or None,
             "op": ticket.op,
             "owner": ticket.owner,
-            "session": ticket.session.id[:SESSION_SHOWN] if ticket.session else None,
+            "session": short(ticket.session.id) if ticket.session else None,
             "code": code,
             "ms": round((self._clock() - ticket.started_s) * 1000, 1),
             **_figures(body),

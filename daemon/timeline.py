@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from stateroom.client.protocol import RequestInfo, Span, TraceResult
+from stateroom.daemon.shown import short
 
 WIDTH = 80
 BAR = 28  # columns of the request's time
@@ -149,7 +150,7 @@ def bar(spans: Sequence[Interval], total_ms: float, columns: int = BAR) -> str:
 
 def title(info: RequestInfo) -> str:
     whose = f"{info.op} of {info.owner}" + (f" ({info.client})" if info.client else "")
-    where = f", session {info.session[:8]}" if info.session else ""
+    where = f", session {short(info.session)}" if info.session else ""
     if info.ms is not None:
         end = f"{info.code} in {info.ms:,.0f} ms"
     else:

@@ -70,9 +70,10 @@ from stateroom.daemon.recovery import (
     why_quarantined,
 )
 from stateroom.daemon.session import NO_ENGINE, Session
+from stateroom.daemon.shown import short
 from stateroom.daemon.store.rows import SnapshotRow
 from stateroom.daemon.supervisor import Engine, Supervisor
-from stateroom.daemon.tickets import SESSION_SHOWN, Ticket, Tickets
+from stateroom.daemon.tickets import Ticket, Tickets
 from stateroom.daemon.watchers import Watchers
 
 SUPERSEDED = ("decode", "prefill", "sync")  # what a newer `sync` ends instead of getting `busy`
@@ -223,7 +224,7 @@ class Work:
     def _judged(self, rid: int, session: Session, result: VerifyResult) -> list[tuple[Event, str]]:
         failed = self.checks.judge(session, result)
         for event, _ in failed:
-            shown = session.id[:SESSION_SHOWN]
+            shown = short(session.id)
             self._log.error("verify failed", rid=rid, session=shown, model=session.model, **event.details)
         return failed
 
@@ -660,7 +661,7 @@ class Work:
             session.quarantined = why_quarantined(self.queues.suspicion.deaths(session.id), reason)
             self._catalog.record(session)
             rids = [ticket.rid for ticket in tickets if ticket.session is session]
-            shown = session.id[:SESSION_SHOWN]
+            shown = short(session.id)
             self._log.error(
                 "session quarantined", rids=rids, model=session.model, session=shown, reason=reason
             )

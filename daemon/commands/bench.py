@@ -38,7 +38,7 @@ def bench(
     """Measure decode steps of a model, in a process of its own like an engine's."""
     found = _measured(_spec(model), rows, tokens, prompt, profile)
     if as_json:
-        out.print_json(json.dumps(found))
+        out.print_json(data=found)
         return
     step_ms = found["total_s"] / found["steps"] * 1000
     if profile:

@@ -58,7 +58,7 @@ def show(context: typer.Context, options: Options = None, as_json: AsJson = Fals
     _note_strange_variables()
     if as_json:
         told = {"path": str(settings.config_path()), "settings": [each.told() for each in held]}
-        out.print_json(json.dumps(told))
+        out.print_json(data=told)
         return
     table = Table(box=None, pad_edge=False)
     for heading in ("SETTING", "VALUE", "FROM"):

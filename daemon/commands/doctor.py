@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -46,7 +45,7 @@ def doctor(
         if not as_json:
             show(check)
     if as_json:
-        out.print_json(json.dumps(told(found)))
+        out.print_json(data=told(found))
     if bundle_file is not None:
         bundle.write(bundle_file, found, settings(context))
         err.print(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -112,7 +111,7 @@ def list_clients(as_json: AsJson = False) -> None:
     """List who is let in, with their public keys."""
     clients = _keys().clients()
     if as_json:
-        out.print_json(json.dumps([{"name": name, "public": key} for name, key in clients.items()]))
+        out.print_json(data=[{"name": name, "public": key} for name, key in clients.items()])
         return
     if not clients:
         err.print("Nobody is; `stateroom keys client NAME` makes a key.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -60,7 +59,7 @@ def list_models(as_json: AsJson = False) -> None:
     models = list_installed()
     if as_json:
         told = [{"name": model.name, "path": str(model.path), "bytes": model.bytes} for model in models]
-        out.print_json(json.dumps(told))
+        out.print_json(data=told)
         return
     if not models:
         err.print("None is installed; `stateroom model add demo` fetches a small one.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
@@ -13,9 +12,7 @@ from stateroom.client import connect
 from stateroom.client.protocol import SessionInfo
 from stateroom.daemon.commands.options import COMMANDS_APP, App, AsJson, Endpoint
 from stateroom.daemon.commands.terminal import age, cell, err, out, plain, size
-
-ID_SHOWN = 8  # characters of an id that the table has room for; --json has all of it
-
+from stateroom.daemon.shown import short
 
 All = Annotated[bool, typer.Option("--all", help="Those of all owners, as far as they may be seen.")]
 
@@ -32,7 +29,7 @@ def ps(
         sessions = room.list(everyone=everyone)
         others = int(room.stats().gauges["sessions"]) - len(sessions)
     if as_json:
-        out.print_json(json.dumps([asdict(session) for session in sessions]))
+        out.print_json(data=[asdict(session) for session in sessions])
     elif sessions:
         out.print(table(sessions, owners=everyone))
     elif everyone:
@@ -52,7 +49,7 @@ def table(sessions: list[SessionInfo], *, owners: bool = False) -> Table:
     for session in sorted(sessions, key=lambda session: session.idle_s):
         made.add_row(
             *([cell(session.owner)] if owners else []),
-            session.session[:ID_SHOWN],
+            short(session.session),
             cell(session.name or ""),
             cell(session.model),
             stored_as(session),

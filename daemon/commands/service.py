@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pwd
 from collections.abc import Callable
@@ -205,7 +204,7 @@ def status(as_json: AsJson = False) -> None:
     """Tell whether it is installed and running. Leaves with 1 when it neither runs nor waits for a client."""
     found = _done(lambda: manager().status())
     if as_json:
-        out.print_json(json.dumps(asdict(found)))
+        out.print_json(data=asdict(found))
     else:
         _show(found)
     if not found.running and not found.listening:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,8 +21,7 @@ from stateroom.daemon.commands.options import COMMANDS_APP, App, AsJson, Endpoin
 from stateroom.daemon.commands.sessions import Ref, session_of, shown
 from stateroom.daemon.commands.terminal import age, cell, err, out, plain, receipt_line, say, size
 from stateroom.daemon.exits import FAILED, Leave
-
-ID_SHOWN = 8  # characters of an id, as in `ps`
+from stateroom.daemon.shown import short
 
 Name = Annotated[
     str,
@@ -69,7 +67,7 @@ def snapshots(app: App = COMMANDS_APP, as_json: AsJson = False, endpoint: Endpoi
     with connect(endpoint, app=app) as room:
         kept = room.call(Snapshots(), SnapshotsResult)
     if as_json:
-        out.print_json(json.dumps(asdict(kept)))
+        out.print_json(data=asdict(kept))
     elif kept.snapshots:
         out.print(table(kept.snapshots))
     else:
@@ -89,7 +87,7 @@ def table(kept: list[SnapshotInfo]) -> Table:
         made.add_row(
             cell(each.snapshot),
             cell(each.model),
-            (each.session or "")[:ID_SHOWN],
+            short(each.session or ""),
             str(each.length),
             size(each.bytes),
             age(each.age_s),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -80,7 +79,7 @@ def stats(as_json: AsJson = False, endpoint: Endpoint = None) -> None:
     with connect(endpoint, app=COMMANDS_APP) as room:
         result = room.stats()
     if as_json:
-        out.print_json(json.dumps(asdict(result)))
+        out.print_json(data=asdict(result))
         return
     for title, lines in grouped(result):
         out.print(f"[bold]{title}[/bold]")

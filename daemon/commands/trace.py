@@ -19,10 +19,10 @@ from stateroom.daemon.commands import completing
 from stateroom.daemon.commands.options import COMMANDS_APP, AsJson, Endpoint
 from stateroom.daemon.commands.terminal import age, cell, err, out, plain, say
 from stateroom.daemon.exits import CONFIG, FAILED, Leave
+from stateroom.daemon.shown import short
 from stateroom.daemon.timeline import PLAIN, drawn, listed
 
 SHOWN = 20  # requests that are listed; --json has all
-ID_SHOWN = 8
 LAST = "last"
 RID_MAX = 2**64 - 1
 
@@ -59,7 +59,7 @@ def trace(
     if chrome is not None:
         _write(chrome, json.dumps(events(traced), indent=1))
     elif as_json:
-        out.print_json(json.dumps(asdict(traced)))
+        out.print_json(data=asdict(traced))
     else:
         for line in listed(traced) if spans else drawn(traced):
             say(_fitting(line))
@@ -104,7 +104,7 @@ def _fitting(line: str) -> str:
 def _list(room: Room, as_json: bool) -> None:
     requests = room.requests(everyone=True)
     if as_json:
-        out.print_json(json.dumps([asdict(info) for info in requests]))
+        out.print_json(data=[asdict(info) for info in requests])
     elif not requests:
         err.print("The daemon remembers no request yet.")
     else:
@@ -125,7 +125,7 @@ def table(requests: list[RequestInfo]) -> Table:
             "" if info.ms is None else f"{info.ms:,.0f} ms",
             cell(info.op),
             cell(info.owner),
-            (info.session or "")[:ID_SHOWN],
+            short(info.session or ""),
             info.code or (f"waits for {info.waiting}" if info.waiting else info.state),
         )
     return made

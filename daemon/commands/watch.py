@@ -17,8 +17,8 @@ from stateroom.daemon.commands import completing
 from stateroom.daemon.commands.options import COMMANDS_APP, AsJson, Endpoint
 from stateroom.daemon.commands.terminal import plain, size
 from stateroom.daemon.exits import FAILED, Leave
+from stateroom.daemon.shown import short
 
-ID_SHOWN = 8  # characters of a session's id; --json has all of it
 STATS_MIN_S, STATS_MAX_S = 0.1, 3600.0  # as the protocol has it
 
 Only = Annotated[
@@ -80,7 +80,7 @@ def in_words(event: Event, now: datetime) -> str:
 
 def _session(event: Event) -> str:
     owner = f" of {event.details['owner']}" if "owner" in event.details else ""
-    return f"session {(event.session or '')[:ID_SHOWN]}{owner}"
+    return f"session {short(event.session or '')}{owner}"
 
 
 def _moved(event: Event) -> str:

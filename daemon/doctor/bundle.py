@@ -34,8 +34,8 @@ from stateroom.daemon.doctor.gathered import (
 )
 from stateroom.daemon.doctor.redaction import Redactor
 from stateroom.daemon.exits import FAILED, Leave
+from stateroom.daemon.shown import short
 
-SESSION_SHOWN = 8  # characters of an id in the log
 MODE = 0o600
 OURS = ("stateroom", "doctor", "default")  # names of owners that are no secret, and words of every text
 # What each file has, as the bundle itself tells.
@@ -189,7 +189,7 @@ def _model(redactor: Redactor, model: dict[str, Any]) -> dict[str, Any]:
 def _short_ids(redactor: Redactor, info: dict[str, Any]) -> dict[str, Any]:
     """As in the log, so that the same session has the same hash."""
     if isinstance(info.get("session"), str):
-        info = {**info, "session": info["session"][:SESSION_SHOWN]}
+        info = {**info, "session": short(info["session"])}
     made: dict[str, Any] = redactor.value(info)
     if isinstance(info.get("model"), str):
         made["model"] = redactor.text(info["model"])

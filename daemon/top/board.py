@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stateroom.client.protocol import RequestInfo, SessionInfo
+from stateroom.daemon.shown import short
 from stateroom.daemon.top.rates import Rates
 from stateroom.daemon.top.snapshot import Snapshot
 from stateroom.daemon.top.words import TIERS, short_wait
@@ -30,7 +31,7 @@ class Row:
     @property
     def title(self) -> str:
         """Its name, or as much of its id as tells it from others."""
-        return self.session.name or self.id[:8]
+        return self.session.name or short(self.id)
 
     @property
     def waiting(self) -> str | None:

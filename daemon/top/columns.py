@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from stateroom.daemon.shown import short
 from stateroom.daemon.top.board import Row
 from stateroom.daemon.top.words import TIERS, clean, count_of, fit, long_wait, rate, size, span
 
@@ -44,7 +45,7 @@ COLUMNS = (
     Column("MODEL", 12, 10, lambda row: row.session.model, most=28),
     Column("DISK", 5, 11, lambda row: size(row.session.disk_bytes), right=True),
     Column("AGE", 4, 12, lambda row: span(row.session.age_s), right=True),
-    Column("ID", 8, 13, lambda row: row.id[:8]),
+    Column("ID", 8, 13, lambda row: short(row.id)),
 )  # fmt: skip
 
 

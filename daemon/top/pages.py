@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stateroom.client.protocol import RequestInfo, SessionInfo
+from stateroom.daemon.shown import short
 from stateroom.daemon.top.board import ENDED, Row
 from stateroom.daemon.top.text import HEAD, QUIET, STRONG, Line, Piece, line
 from stateroom.daemon.top.words import TIERS, WAITS, count_of, fit, long_wait, rate, short_wait, size, span
@@ -83,8 +84,8 @@ def _told(session: SessionInfo) -> list[dict[str, str]]:
             "checkpoints": str(len(session.checkpoints)) if session.checkpoints else "",
         },
         {
-            "forked from": " ".join(parent[:8] for parent in session.parents),
-            "trunk": (session.trunk or "")[:8],
+            "forked from": " ".join(short(parent) for parent in session.parents),
+            "trunk": short(session.trunk or ""),
             "published as": " ".join(session.published),
         },
     ]

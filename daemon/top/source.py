@@ -25,6 +25,7 @@ from stateroom.client.protocol import (
 )
 from stateroom.client.timeouts import Timeouts
 from stateroom.daemon.exits import FAILED, Leave
+from stateroom.daemon.shown import short
 from stateroom.daemon.top.snapshot import Snapshot
 from stateroom.daemon.top.view import Act
 from stateroom.daemon.top.words import clean, size
@@ -139,7 +140,7 @@ class DaemonSource:
 
 
 async def _done(room: AsyncRoom, act: Act, session: SessionInfo) -> str:
-    name = session.name or session.session[:8]
+    name = session.name or short(session.session)
     if act is Act.CANCEL:
         ended = await room.cancel(session.session)
         return f"What ran in {name} was cancelled." if ended else f"Nothing runs in {name}."
