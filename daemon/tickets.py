@@ -134,12 +134,16 @@ class Ticket:
         self.done = done
 
 
-class Ended(NamedTuple):
-    """A request that ended: when it arrived, what it was, and what was seen of it."""
+class Told(NamedTuple):
+    """A request as it is told of, open or ended: when it arrived, what it is, and what was seen of it."""
 
     began_s: float
     info: RequestInfo
     record: Record
+
+    def aged(self, now_s: float) -> Told:
+        """With its age."""
+        return self._replace(info=replace(self.info, age_s=now_s - self.began_s))
 
 
 class Tickets:
@@ -168,7 +172,7 @@ class Tickets:
         self._refusals = Rate(clock, REFUSALS_LOGGED_PER_S)
         self._rids = itertools.count(1)
         self._open: dict[int, Ticket] = {}
-        self.recent: deque[Ended] = deque(maxlen=RECENT_MAX)
+        self.recent: deque[Told] = deque(maxlen=RECENT_MAX)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -179,7 +183,7 @@ class Tickets:
     def get(self, rid: int | None) -> Ticket | None:
         return None if rid is None else self._open.get(rid)
 
-    def ended(self, rid: int) -> Ended | None:
+    def ended(self, rid: int) -> Told | None:
         """A request that ended not long ago."""
         return next((ended for ended in self.recent if ended.info.rid == rid), None)
 
@@ -335,7 +339,7 @@ class Tickets:
             ticket.done = body.receipt.prefilled
             ticket.total = max(ticket.total, ticket.done)
         ended = replace(request_shown(ticket, now_s), ms=(now_s - ticket.started_s) * 1000, code=code)
-        self.recent.appendleft(Ended(ticket.started_s, ended, ticket.record))
+        self.recent.appendleft(Told(ticket.started_s, ended, ticket.record))
 
     def _count_tokens(self, body: Body) -> None:
         if isinstance(body, DecodeResult):

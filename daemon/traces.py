@@ -7,17 +7,17 @@ and then has the broker's part alone. Both read one clock, the machine's monoton
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from stateroom.client.errors import Capacity, NotFound, Unsupported
-from stateroom.client.protocol import RequestInfo, Trace, TraceResult
+from stateroom.client.protocol import Trace, TraceResult
 from stateroom.daemon.clock import Clock
 from stateroom.daemon.link import Recall, Recorded
 from stateroom.daemon.peers import Peer
 from stateroom.daemon.recorder import Record, timeline
 from stateroom.daemon.supervisor import Engine, Supervisor
-from stateroom.daemon.tickets import Ticket, Tickets
+from stateroom.daemon.tickets import Ticket, Tickets, Told
 from stateroom.daemon.view import View
 
 WAIT_S = 5.0  # for the worker's part: the steps of a busy machine are long, and then a trace is wanted
@@ -26,16 +26,9 @@ RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    began_s: float
-    info: RequestInfo
-    record: Record
-
-
-@dataclass(frozen=True, slots=True)
 class _Asked:
     ticket: Ticket
-    found: _Found
+    found: Told
     generation: int
     until_s: float
 
@@ -104,15 +97,12 @@ class Traces:
         """A `trace` had its answer, or was cancelled."""
         del self._asked[rid]
 
-    def _find(self, rid: int) -> _Found | None:
+    def _find(self, rid: int) -> Told | None:
         ticket = self._tickets.get(rid)
         if ticket is not None:
-            return _Found(ticket.started_s, self._view.request(ticket), ticket.record)
+            return Told(ticket.started_s, self._view.request(ticket), ticket.record)
         ended = self._tickets.ended(rid)
-        if ended is None:
-            return None
-        began_s, info, record = ended
-        return _Found(began_s, replace(info, age_s=self._clock() - began_s), record)
+        return None if ended is None else ended.aged(self._clock())
 
     def _engine(self, record: Record) -> Engine | None:
         """The engine whose worker had the request last, if that worker is still there."""
@@ -123,7 +113,7 @@ class Traces:
         there = engine is not None and engine.ready and engine.generation == generation
         return engine if there else None
 
-    def _answer(self, ticket: Ticket, found: _Found, recorded: Recorded | None) -> None:
+    def _answer(self, ticket: Ticket, found: Told, recorded: Recorded | None) -> None:
         record = found.record
         spans = timeline(found.began_s, record.seen(), recorded)
         dropped = record.dropped + (0 if recorded is None else recorded.dropped)

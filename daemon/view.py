@@ -113,11 +113,7 @@ class View:
             for ticket in self._tickets
             if not isinstance(ticket.request, AT_ONCE) and sees(ticket.owner)
         ]
-        ended = [
-            replace(info, age_s=now_s - began_s)
-            for began_s, info, _ in self._tickets.recent
-            if sees(info.owner)
-        ]
+        ended = [told.aged(now_s).info for told in self._tickets.recent if sees(told.info.owner)]
         return RequestsResult(
             requests=[info for info in (*still, *ended) if wanted is None or info.session == wanted]
         )
